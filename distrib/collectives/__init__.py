@@ -1,0 +1,28 @@
+"""How replicas bring their values together."""
+
+from distrib.collectives.cross_device_ops import (
+    CrossDeviceOps,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
+from distrib.collectives.in_program import (
+    all_gather,
+    all_reduce,
+    check_arrays,
+    from_first_replica,
+)
+from distrib.collectives.options import CommunicationOptions
+from distrib.collectives.packing import map_packed, plan_packs
+
+__all__ = [
+    "CommunicationOptions",
+    "CrossDeviceOps",
+    "NcclAllReduce",
+    "ReductionToOneDevice",
+    "all_gather",
+    "all_reduce",
+    "check_arrays",
+    "from_first_replica",
+    "map_packed",
+    "plan_packs",
+]

@@ -1,0 +1,114 @@
+"""The collectives as they stand in the program of a replica.
+
+All are called while a step is traced under the mesh axis :data:`distrib.REPLICA_AXIS`. Gradients
+follow tf.distribute: the gradient of an all-reduce is the all-reduce of the incoming gradients with
+the same op, which is what `jax.lax.psum` gives without replication checking.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distrib.collectives.cross_device_ops import CrossDeviceOps
+from distrib.collectives.options import CommunicationOptions
+from distrib.collectives.packing import map_packed
+from distrib.errors import AggregationError
+from distrib.platform.mesh import REPLICA_AXIS
+from distrib.platform.pytree_paths import leaves_with_paths
+from distrib.reduce_op import ReduceOp
+
+
+def check_arrays(tree: Any, what: str) -> list[jax.Array]:
+    """Return the leaves of ``tree`` as arrays.
+
+    Raises:
+      TypeError: if a leaf is not an array; the message names its path.
+    """
+    arrays = []
+    for path, leaf in leaves_with_paths(tree):
+        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+            raise TypeError(
+                f"{what} got {leaf!r} of type {type(leaf).__name__} at {path or 'its root'}, which is not an array. "
+                "Wrap it in jnp.asarray(...): a Python value is the same on every replica."
+            )
+        arrays.append(jnp.asarray(leaf))
+    return arrays
+
+
+def all_reduce(
+    op: ReduceOp,
+    tree: Any,
+    *,
+    num_replicas: int,
+    ops: CrossDeviceOps,
+    options: CommunicationOptions | None = None,
+    scale: float | None = None,
+) -> Any:
+    """Reduce a tree over the replicas.
+
+    Args:
+      op: how.
+      tree: arrays of any shapes and dtypes.
+      num_replicas: the size of the mesh axis.
+      ops: the algorithm.
+      options: how small tensors are packed.
+      scale: multiply the sum by this instead of dividing by the number of replicas, for MEAN.
+
+    Returns:
+      The tree of results; MEAN of integers is floating point.
+
+    Raises:
+      TypeError: if a leaf is not an array.
+      AggregationError: if a leaf is boolean, or a typed PRNG key.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays = check_arrays(tree, f"all_reduce({op.name})") if leaves else []
+    for path, leaf in leaves_with_paths(tree):
+        dtype = jnp.asarray(leaf).dtype
+        if dtype == jnp.bool_ or not jnp.issubdtype(dtype, jnp.number):
+            raise AggregationError(
+                f"all_reduce({op.name}) cannot add values of dtype {dtype} at {path or 'the root'}: "
+                "convert them to a number first, with .astype(jnp.int32) for one."
+            )
+    if op is ReduceOp.MEAN:
+        arrays = [
+            a if jnp.issubdtype(a.dtype, jnp.inexact) else a.astype(jnp.result_type(float))
+            for a in arrays
+        ]
+    limit = (options or CommunicationOptions()).pack_limit
+    sums = map_packed(lambda x: ops.sum_over_replicas(x, num_replicas), arrays, limit)
+    if op is ReduceOp.MEAN:
+        sums = [s / num_replicas if scale is None else s * jnp.asarray(scale, s.dtype) for s in sums]
+    return jax.tree.unflatten(treedef, sums)
+
+
+def all_gather(tree: Any, axis: int) -> Any:
+    """Concatenate a tree over the replicas along ``axis``.
+
+    Raises:
+      TypeError: if a leaf is not an array.
+      ValueError: if a leaf has no such axis.
+    """
+    arrays = check_arrays(tree, "all_gather")
+    treedef = jax.tree.structure(tree)
+    gathered = []
+    for array in arrays:
+        if not -array.ndim <= axis < array.ndim:
+            raise ValueError(
+                f"all_gather along axis {axis} got an array of shape {array.shape}, which has no such axis. "
+                "Scalars can be gathered as x[None] along axis 0."
+            )
+        gathered.append(jax.lax.all_gather(array, REPLICA_AXIS, axis=axis % array.ndim, tiled=True))
+    return jax.tree.unflatten(treedef, gathered)
+
+
+def from_first_replica(value: jax.Array) -> jax.Array:
+    """Return replica 0's ``value`` on every replica; the others' may be anything, NaN too."""
+    value = jnp.asarray(value)
+    numeric = value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
+    mine = jax.lax.axis_index(REPLICA_AXIS) == 0
+    total = jax.lax.psum(jnp.where(mine, numeric, jnp.zeros_like(numeric)), REPLICA_AXIS)
+    return total.astype(value.dtype)

@@ -1,0 +1,51 @@
+"""The switches of distrib: what is decided for the whole process, once, before anything runs."""
+
+from __future__ import annotations
+
+from distrib.platform import devices, virtual_devices
+
+__all__ = ["logical_devices", "set_logical_devices"]
+
+
+def set_logical_devices(kind: str, count: int) -> None:
+    """Split the CPU into ``count`` virtual devices, so that a laptop can run many replicas.
+
+    Call it first thing in the program, before the first array or device look-up; importing JAX or
+    distrib is not a look-up. It also gives XLA enough threads, without which virtual devices can
+    deadlock in a collective (``PJRT_NPROC``; a sufficient value of your own is kept). Calling it
+    again with the number of devices that exist does nothing.
+
+    Example::
+
+        import distrib
+
+        distrib.config.set_logical_devices("CPU", 4)
+        distrib.config.logical_devices("CPU")  # ['CPU:0', 'CPU:1', 'CPU:2', 'CPU:3']
+        strategy = distrib.MirroredStrategy()  # four replicas
+
+    Args:
+      kind: ``"CPU"``. GPUs and TPUs are not split: their real devices are used.
+      count: the number of devices, at least 1.
+
+    Raises:
+      ValueError: if ``kind`` is not ``"CPU"`` or ``count`` is not a positive int.
+      VirtualDevicesError: if JAX has started with another number of CPU devices.
+    """
+    virtual_devices.set_logical_devices(kind, count)
+
+
+def logical_devices(kind: str) -> list[str]:
+    """Return the names of this process's devices of one kind, real or virtual.
+
+    Looks up the devices, which starts JAX.
+
+    >>> logical_devices("CPU")[:2]
+    ['CPU:0', 'CPU:1']
+    >>> logical_devices("abacus")
+    []
+
+    Args:
+      kind: ``"CPU"``, ``"GPU"``, ``"TPU"``, ..., in any letter case.
+    """
+    virtual_devices.ensure_thread_pool()
+    return [devices.short_device_string(device) for device in devices.local_devices(kind)]

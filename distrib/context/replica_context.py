@@ -1,0 +1,128 @@
+"""The interface of a replica: who it is, and how it meets the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from distrib.reduce_op import ReduceOp
+
+
+class ReplicaMeeting(Protocol):
+    """How the replicas of one engine meet; each engine brings its own."""
+
+    def all_reduce(self, op: ReduceOp, value: Any, options: Any) -> Any:
+        """Reduce a tree over the replicas and return the result on each."""
+        ...
+
+    def all_gather(self, value: Any, axis: int, options: Any) -> Any:
+        """Concatenate a tree over the replicas and return the result on each."""
+        ...
+
+    def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict) -> Any:
+        """Call ``merge_fn`` once for all replicas, in cross-replica context."""
+        ...
+
+
+class ReplicaContext:
+    """What :func:`distrib.get_replica_context` returns inside ``strategy.run``.
+
+    Args:
+      strategy: the strategy whose ``run`` calls the replicas.
+      replica_id_in_sync_group: which replica this is, from 0; an ``int32`` scalar that is traced in
+        a compiled step.
+      meeting: how the replicas of this engine meet.
+      devices: the device string of this replica, in a tuple of one.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        replica_id_in_sync_group: Any,
+        meeting: ReplicaMeeting,
+        devices: tuple[str, ...] = (),
+    ):
+        self._strategy = strategy
+        self._replica_id = replica_id_in_sync_group
+        self._meeting = meeting
+        self._devices = devices
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that this replica belongs to."""
+        return self._strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """Which replica this is, ``0 .. num_replicas_in_sync - 1``, as an ``int32`` scalar.
+
+        In a compiled step one program serves all replicas, so the id is a traced value: use it in
+        ``jnp.where`` or ``jax.lax.cond``, not in a Python ``if``.
+        """
+        return self._replica_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas take part, over all workers."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of this replica, in a tuple of one.
+
+        In a compiled step, where one program serves every replica, the index is ``*``.
+        """
+        return self._devices
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
+        """Reduce ``value`` over the replicas; every replica gets the result.
+
+        Collective: every replica must call it. Differentiable, and its gradient is the all-reduce of
+        the incoming gradients with the same op, as in tf.distribute.
+
+        Args:
+          reduce_op: ``ReduceOp`` or its name.
+          value: a tree of arrays, of the same shapes on every replica.
+          options: a :class:`distrib.experimental.CommunicationOptions`, or None.
+
+        Returns:
+          A tree of arrays of those shapes. ``MEAN`` of integers is floating point.
+
+        Raises:
+          TypeError: if a leaf is not an array, a Python number for one.
+          ValueError: if ``reduce_op`` is unknown.
+        """
+        return self._meeting.all_reduce(ReduceOp.parse(reduce_op), value, options)
+
+    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+        """Concatenate ``value`` over the replicas along ``axis``; every replica gets the result.
+
+        Args:
+          value: a tree of arrays of rank 1 or more, ``[..., k, ...]`` along ``axis``.
+          axis: the axis to concatenate, in replica order; negative counts from the end.
+          options: a :class:`distrib.experimental.CommunicationOptions`, or None.
+
+        Returns:
+          A tree of arrays ``[..., num_replicas_in_sync * k, ...]``.
+
+        Raises:
+          TypeError: if a leaf is not an array.
+          ValueError: if a leaf is a scalar or has no such axis.
+        """
+        return self._meeting.all_gather(value, axis, options)
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict | None = None
+    ) -> Any:
+        """Leave the replicas for a moment: call ``merge_fn`` once, in cross-replica context.
+
+        Args:
+          merge_fn: called as ``merge_fn(strategy, *args, **kwargs)``, each argument a tree of
+            per-replica values.
+          args: this replica's positional arguments.
+          kwargs: this replica's keyword arguments.
+
+        Returns:
+          What ``merge_fn`` returned; of per-replica values, this replica's component.
+        """
+        return self._meeting.merge_call(merge_fn, tuple(args), dict(kwargs or {}))

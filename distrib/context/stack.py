@@ -1,0 +1,106 @@
+"""The thread-local stack of contexts: whose code is running, for which replica, in which program."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from distrib.context.replica_context import ReplicaContext
+
+
+class ReplicaProgram(Protocol):
+    """What variables and strategies may ask of the program of a replica while it is being built."""
+
+    def read(self, variable: Any) -> Any:
+        """Return the value of ``variable`` at this point of the program."""
+        ...
+
+    def assign(self, variable: Any, kind: str, value: Any) -> Any:
+        """Record an assignment (``"assign"``, ``"add"`` or ``"sub"``) and return the new value."""
+        ...
+
+    def update(self, variables: Any, apply: Any, operand: Any) -> None:
+        """Record that ``variables`` become ``apply(old values, operand)``, equal on every replica."""
+        ...
+
+    def all_reduce(self, op: Any, value: Any, options: Any) -> Any:
+        """Reduce a tree over the replicas, each counting once."""
+        ...
+
+    def global_examples(self, local: int) -> int:
+        """Return the examples of all replicas, of which this one has ``local``."""
+        ...
+
+    def combine(self, value: Any, aggregation: str) -> Any:
+        """Combine a tree over the replicas, each weighted by its number of examples for a mean."""
+        ...
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One level of the stack.
+
+    Attributes:
+      strategy: the strategy that is current.
+      replica: the context of the replica whose code runs; None in cross-replica context.
+      program: the program that is being built for a replica; None outside of ``run``.
+    """
+
+    strategy: Any
+    replica: ReplicaContext | None = None
+    program: ReplicaProgram | None = None
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.base: Frame | None = None
+
+
+_stack = _Stack()
+_default_frame: list[Frame] = []
+
+
+def set_default(frame: Frame) -> None:
+    """Fill the slot of the default strategy; the strategies package does so when it loads."""
+    _default_frame[:] = [frame]
+
+
+def current_frame() -> Frame:
+    """Return the innermost frame of this thread, or the default strategy's."""
+    if _stack.frames:
+        return _stack.frames[-1]
+    if _stack.base is not None:
+        return _stack.base
+    return default_frame()
+
+
+def default_frame() -> Frame:
+    """Return the frame of the default strategy: one replica, in replica context."""
+    if not _default_frame:
+        raise RuntimeError("no default strategy is set: import distrib.strategies first")
+    return _default_frame[0]
+
+
+def set_base(frame: Frame | None) -> None:
+    """Make ``frame`` current in this thread until it is replaced, without a ``with`` block."""
+    _stack.base = frame
+
+
+def inside_scope() -> bool:
+    """Tell whether this thread is inside a ``with`` block or a step."""
+    return bool(_stack.frames)
+
+
+@contextlib.contextmanager
+def entered(frame: Frame) -> Iterator[Frame]:
+    """Make ``frame`` current for the length of a ``with`` block."""
+    _stack.frames.append(frame)
+    try:
+        yield frame
+    finally:
+        _stack.frames.pop()

@@ -1,0 +1,176 @@
+"""``run``: find or make the program of a call, and run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from distrib.collectives import CrossDeviceOps
+from distrib.engines import uneven
+from distrib.engines.cache import CompileCache
+from distrib.engines.lift import Call, lift
+from distrib.engines.nnx_objects import NnxState, is_nnx_object, take_apart, write_back
+from distrib.engines.placement import UpdatePlacement
+from distrib.engines.signature import Kind, is_leaf, leaf_key, traced_form
+from distrib.engines.spmd import Leaf, Step, even_body, even_finish
+from distrib.errors import NestedTraceError
+from distrib.platform.jax_compat import under_trace
+from distrib.values import PerReplica
+
+
+class SpmdEngine:
+    """Runs the steps of one strategy.
+
+    Args:
+      strategy: the strategy, which replica contexts show to the user.
+      mesh: a replica on each of its devices.
+      ops: how values are added over the replicas.
+      placement: where variables live and updates are applied.
+      device: what a replica context gives as its device.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        mesh: Mesh,
+        ops: CrossDeviceOps,
+        placement: UpdatePlacement,
+        device: str,
+    ):
+        self._strategy = strategy
+        self._mesh = mesh
+        self._ops = ops
+        self._placement = placement
+        self._device = device
+        self._cache = CompileCache()
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call ``fn`` once for each replica, in one compiled program.
+
+        Raises:
+          NestedTraceError: inside of a JAX transformation.
+        """
+        if under_trace():
+            raise NestedTraceError(
+                "strategy.run was called inside a JAX transformation (jax.jit, jax.grad, lax.scan ...), where its "
+                "variables cannot be written back. run compiles its function by itself: call it from plain Python, "
+                "and put jax.jit or jax.grad inside the function."
+            )
+        fn = _unjitted(fn)
+        leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_leaf)
+        nnx_state = None
+        if any(is_nnx_object(leaf) for leaf in leaves):
+            nnx_state = take_apart([leaf for leaf in leaves if is_nnx_object(leaf)])
+        signature, step = self._step(fn, treedef, leaves, nnx_state)
+        arrays = [
+            leaf
+            for leaf, (kind, _) in zip(leaves, signature[1], strict=True)
+            if kind is not Kind.OBJECT
+        ]
+        if nnx_state is None:
+            return step(arrays)[0]
+        result, changes = step(arrays, nnx_state.arrays)
+        write_back(nnx_state, changes)
+        return result
+
+    def compiled_text(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> str:
+        """Return the program of a call as XLA compiled it, without running it."""
+        leaves, treedef = jax.tree.flatten((tuple(args), kwargs or {}), is_leaf=is_leaf)
+        nnx_objects = [leaf for leaf in leaves if is_nnx_object(leaf)]
+        state = take_apart(nnx_objects) if nnx_objects else None
+        return self._step(_unjitted(fn), treedef, leaves, state)[1].compiled.as_text()
+
+    def _step(
+        self, fn: Callable[..., Any], treedef: Any, leaves: Sequence[Any], nnx: NnxState | None
+    ) -> tuple[Any, Step]:
+        keys = tuple(
+            (Kind.OBJECT, None) if nnx is not None and is_nnx_object(leaf) else leaf_key(leaf)
+            for leaf in leaves
+        )
+        signature = (treedef, keys, nnx.key() if nnx else None)
+        entries = self._cache.entries(fn)
+        step = entries.get(signature)
+        if step is None:
+            step, variables = self._make(fn, treedef, leaves, keys, nnx)
+            self._cache.add(fn, signature, step, variables)
+        return signature, step
+
+    def _make(
+        self,
+        fn: Callable[..., Any],
+        treedef: Any,
+        leaves: Sequence[Any],
+        keys: Sequence[tuple[Kind, Any]],
+        nnx: NnxState | None,
+    ) -> tuple[Step, Sequence[Any]]:
+        size = self._mesh.devices.size
+        array_leaves = [x for x, (kind, _) in zip(leaves, keys, strict=True) if kind is not Kind.OBJECT]
+        array_keys = [key for key in keys if key[0] is not Kind.OBJECT]
+        rebuild = _rebuilder(treedef, leaves, keys)
+        varying = tuple(kind is not Kind.EVERYWHERE for kind, _ in array_keys)
+
+        def lifted(forms: Sequence[jax.ShapeDtypeStruct], weights: Any = None) -> Any:
+            return lift(
+                self._strategy,
+                Call(fn, rebuild, tuple(forms), varying, nnx),
+                num_replicas=size,
+                ops=self._ops,
+                deferred=self._placement.deferred,
+                weights=weights,
+                devices=(self._device,),
+            )
+
+        if any(kind is Kind.UNEVEN for kind, _ in array_keys):
+            return uneven.make_step(lifted, array_leaves, array_keys, self._mesh, self._placement)
+        forms = [traced_form(x, key) for x, (_, key) in zip(array_leaves, array_keys, strict=True)]
+        entering = [
+            Leaf(kind, key, entering_form(leaf, key, form))
+            for leaf, (kind, key), form in zip(array_leaves, array_keys, forms, strict=True)
+        ]
+        step = lifted(forms)
+        return (
+            Step(
+                step,
+                entering,
+                self._mesh,
+                self._placement,
+                even_body(step, entering, size),
+                even_finish(step, size),
+            ),
+            (*step.reads, *step.writes),
+        )
+
+
+def entering_form(leaf: Any, key: Any, form: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return shape and dtype of a leaf as it lies on the whole mesh."""
+    if isinstance(leaf, PerReplica):
+        return jax.ShapeDtypeStruct(key[1], form.dtype)
+    return form
+
+
+def _unjitted(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function inside of a jitted one: run compiles it anyway, with its variables."""
+    if hasattr(fn, "lower") and hasattr(fn, "trace") and hasattr(fn, "__wrapped__"):
+        return fn.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+    return fn
+
+
+def _rebuilder(
+    treedef: Any, leaves: Sequence[Any], keys: Sequence[tuple[Kind, Any]]
+) -> Callable[[Sequence[Any], Sequence[Any]], tuple[tuple, dict]]:
+    def rebuild(arrays: Sequence[Any], nnx_objects: Sequence[Any]) -> tuple[tuple, dict]:
+        arrays_left, objects_left = iter(arrays), iter(nnx_objects)
+        filled = []
+        for leaf, (kind, _) in zip(leaves, keys, strict=True):
+            if kind is not Kind.OBJECT:
+                filled.append(next(arrays_left))
+            else:
+                filled.append(next(objects_left) if is_nnx_object(leaf) else leaf)
+        return jax.tree.unflatten(treedef, filled)
+
+    return rebuild

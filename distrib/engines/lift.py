@@ -1,0 +1,288 @@
+"""Lifting: from the user's function to a pure function of a replica.
+
+    (values read, inputs of this replica)  ->  (outputs, updates)
+
+The function is traced once, for abstract values, with every living variable of the strategy as a
+possible input. What it read and changed is known afterwards; the variables it did not touch are left
+out of the program.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distrib.collectives import CrossDeviceOps
+from distrib.context import Frame, ReplicaContext, entered
+from distrib.engines.nnx_objects import (
+    NnxState,
+    changed,
+    is_batch_statistic,
+    put_together,
+)
+from distrib.engines.program import Program, UnknownVariable, Update, local_value
+from distrib.engines.varying import varying_outputs
+from distrib.engines.weights import ExampleWeights
+from distrib.errors import OutputError, TracedValueError, VariableError
+from distrib.platform.mesh import REPLICA_AXIS
+from distrib.platform.pytree_paths import leaves_with_paths
+from distrib.values import DistributedValues
+from distrib.variables import HoldsVariables, Variable, live_variables
+
+_SAME_EVERYWHERE = (bool, int, float, complex, str, bytes)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call to ``run``, as the tracer needs them.
+
+    Attributes:
+      fn: the user's function.
+      rebuild: from the leaves that the function sees to ``(args, kwargs)``.
+      forms: shape and dtype of each array leaf in one replica.
+      varying: for each, whether it may differ by replica.
+      nnx: the NNX objects among the arguments.
+    """
+
+    fn: Callable[..., Any]
+    rebuild: Callable[[Sequence[Any], Sequence[Any]], tuple[tuple, dict]]
+    forms: tuple[jax.ShapeDtypeStruct, ...]
+    varying: tuple[bool, ...]
+    nnx: NnxState | None
+
+
+@dataclass(frozen=True)
+class Lifted:
+    """A step as a pure function.
+
+    Attributes:
+      jaxpr: ``(leaves, NNX arrays, variables) -> (outputs, NNX changes, new values or operands)``, all
+        flat, for one replica.
+      variables: the variables that are inputs of ``jaxpr``, read or not.
+      reads: those of them that the step reads.
+      writes: those that it changes in the program: their new values are outputs.
+      updates: what is left to be applied outside of the program, its operands being outputs.
+      output: from the array outputs to what the function returned.
+      num_outputs: how many outputs belong to what the function returned.
+      nnx_changes: the positions of the NNX variables that change.
+      num_nnx: how many NNX arrays are inputs.
+    """
+
+    jaxpr: Any
+    variables: tuple[Variable, ...]
+    reads: tuple[Variable, ...]
+    writes: tuple[Variable, ...]
+    updates: tuple[tuple[Update, Any, int], ...]
+    output: Callable[[Sequence[Any]], Any]
+    num_outputs: int
+    nnx_changes: tuple[int, ...]
+    num_nnx: int
+
+
+class _Trace:
+    """What the traced function leaves behind beside its arrays."""
+
+    def __init__(self) -> None:
+        self.program: Program | None = None
+        self.output: Callable[[Sequence[Any]], Any] = lambda arrays: None
+        self.num_outputs = 0
+        self.nnx_changes: tuple[int, ...] = ()
+        self.writes: tuple[Variable, ...] = ()
+        self.updates: list[tuple[Update, Any, int]] = []
+
+
+def lift(
+    strategy: Any,
+    call: Call,
+    *,
+    num_replicas: int,
+    ops: CrossDeviceOps,
+    deferred: bool,
+    weights: ExampleWeights | None = None,
+    devices: tuple[str, ...] = (),
+) -> Lifted:
+    """Trace the function of a call.
+
+    Args:
+      strategy: the strategy whose step it is.
+      call: the function and the forms of its arguments.
+      num_replicas: how many replicas run the program.
+      ops: how values are added over them.
+      deferred: whether updates are applied outside of the program.
+      weights: the examples of each replica, where they differ.
+      devices: what the replica context gives as its device.
+
+    Raises:
+      TracedValueError: if Python code needs a value that exists only when the step runs.
+      OutputError: if the function returns something that is not an array or a constant.
+      NestedTraceError: if it changes a variable inside of a JAX transformation.
+    """
+    variables = live_variables(strategy)
+    while True:
+        try:
+            return _trace(
+                strategy, call, variables, num_replicas, ops, deferred, weights, devices
+            )
+        except UnknownVariable as unknown:
+            # A variable of another strategy, or of none. It is an input like the others.
+            variables = [*variables, unknown.variable]
+
+
+def _trace(
+    strategy: Any,
+    call: Call,
+    variables: list[Variable],
+    num_replicas: int,
+    ops: CrossDeviceOps,
+    deferred: bool,
+    weights: ExampleWeights | None,
+    devices: tuple[str, ...],
+) -> Lifted:
+    trace = _Trace()
+    num_leaves = len(call.forms)
+    num_nnx = len(call.nnx.variables) if call.nnx else 0
+
+    def flat_step(*flat: Any) -> list[Any]:
+        leaves, nnx_arrays = flat[:num_leaves], flat[num_leaves : num_leaves + num_nnx]
+        values = flat[num_leaves + num_nnx :]
+        inputs = {id(v): (v, x) for v, x in zip(variables, values, strict=True)}
+        program = Program(
+            strategy, num_replicas, ops, inputs, deferred=deferred, weights=weights
+        )
+        trace.program = program
+        replica_id = np.int32(0) if num_replicas == 1 else jax.lax.axis_index(REPLICA_AXIS)
+        objects: tuple[Any, ...] = ()
+        if call.nnx:
+            objects = put_together(call.nnx, nnx_arrays, replica_id)
+        args, kwargs = call.rebuild(leaves, objects)
+        context = ReplicaContext(strategy, replica_id, program, devices)
+        with entered(Frame(strategy, context, program)):
+            result = call.fn(*args, **kwargs)
+        arrays = _record_output(trace, result)
+        if call.nnx:
+            arrays += _record_nnx(trace, call.nnx, nnx_arrays, objects, program)
+        return arrays + _record_updates(trace, program, deferred)
+
+    forms = [*call.forms]
+    if call.nnx:
+        forms += [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in call.nnx.arrays]
+    forms += [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
+    try:
+        jaxpr = jax.make_jaxpr(flat_step, axis_env=[(REPLICA_AXIS, num_replicas)])(*forms)
+    except jax.errors.ConcretizationTypeError as error:
+        raise _traced_value_error(error) from error
+    except jax.errors.UnexpectedTracerError as error:
+        raise TracedValueError(
+            f"The step let a traced value escape, or used one that escaped from another step: {error}"
+        ) from error
+    program = trace.program
+    if program is None:
+        raise RuntimeError("the step was not traced")
+    if call.nnx and num_replicas > 1:
+        _check_nnx_agree(jaxpr, call, trace, variables)
+    return Lifted(
+        jaxpr=jaxpr,
+        variables=tuple(variables),
+        reads=tuple(program.reads.values()),
+        writes=trace.writes,
+        updates=tuple(trace.updates),
+        output=trace.output,
+        num_outputs=trace.num_outputs,
+        nnx_changes=trace.nnx_changes,
+        num_nnx=num_nnx,
+    )
+
+
+def _traced_value_error(error: Exception) -> TracedValueError:
+    gist = str(error).splitlines()[0]
+    return TracedValueError(
+        "Python code in a step needed the value of an array that is known only when the step runs: an `if`, a `while`, "
+        "float(), int() or NumPy, on the replica id or on data. One compiled program serves every replica and every "
+        "batch. Choose with jnp.where or jax.lax.cond, and print with jax.debug.print. "
+        f"JAX says: {gist}"
+    )
+
+
+def _end(leaf: Any) -> bool:
+    return isinstance(leaf, DistributedValues | Variable)
+
+
+def _record_output(trace: _Trace, result: Any) -> list[Any]:
+    """Take the arrays out of what the function returned and remember where they stood."""
+    arrays: list[Any] = []
+    slots: list[Any] = []
+    for path, leaf in leaves_with_paths(result, is_leaf=_end):
+        if isinstance(leaf, DistributedValues):
+            leaf = local_value(leaf)
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic) and not isinstance(leaf, np.str_):
+            slots.append(None)
+            arrays.append(jnp.asarray(leaf))
+        elif isinstance(leaf, _SAME_EVERYWHERE):
+            slots.append(lambda leaf=leaf: leaf)
+        elif isinstance(leaf, HoldsVariables | Variable):
+            # A weak reference: a compiled step must not keep its variables alive.
+            slots.append(weakref.ref(leaf))
+        else:
+            raise OutputError(
+                f"The step returned {leaf!r} of type {type(leaf).__name__} at {path}, which is not an array. A step "
+                "returns arrays, numbers, strings, None, variables and pytrees of them: keep other objects outside."
+            )
+    treedef = jax.tree.structure(result, is_leaf=_end)
+
+    def output(results: Sequence[Any]) -> Any:
+        remaining = iter(results)
+        return jax.tree.unflatten(
+            treedef, [next(remaining) if slot is None else slot() for slot in slots]
+        )
+
+    trace.output = output
+    trace.num_outputs = len(arrays)
+    return arrays
+
+
+def _record_nnx(
+    trace: _Trace, state: NnxState, arrays: Sequence[Any], objects: Sequence[Any], program: Program
+) -> list[Any]:
+    new = changed(state, arrays, objects)
+    for position, value in new.items():
+        if is_batch_statistic(state.variables[position]):
+            new[position] = program.combine(value, "MEAN")
+    trace.nnx_changes = tuple(new)
+    return list(new.values())
+
+
+def _check_nnx_agree(jaxpr: Any, call: Call, trace: _Trace, variables: list[Variable]) -> None:
+    """Raise if the replicas would leave different values in one NNX variable."""
+    state = call.nnx
+    if state is None:
+        return
+    inputs = [*call.varying, *(False for _ in state.variables)]
+    inputs += [v.storage.per_replica for v in variables]
+    vary = varying_outputs(jaxpr.jaxpr, inputs, REPLICA_AXIS)
+    start = trace.num_outputs
+    for offset, position in enumerate(trace.nnx_changes):
+        if vary[start + offset]:
+            kind = type(state.variables[position]).__name__
+            raise VariableError(
+                f"The step changes {kind} {state.paths[position]!r} of an NNX object to a value that differs by replica, "
+                "so that the copies would no longer agree. Combine the gradients before the optimizer sees them: "
+                "grads = distrib.get_replica_context().all_reduce('MEAN', grads). Metrics: use distrib.metrics."
+            )
+
+
+def _record_updates(trace: _Trace, program: Program, deferred: bool) -> list[Any]:
+    if not deferred:
+        trace.writes = tuple(program.writes.values())
+        return [program.final_value(v) for v in trace.writes]
+    arrays: list[Any] = []
+    for update in program.updates:
+        leaves, treedef = jax.tree.flatten(update.operand)
+        trace.updates.append((Update(update.variables, update.apply, None), treedef, len(leaves)))
+        arrays += [jnp.asarray(leaf) for leaf in leaves]
+    return arrays

@@ -1,0 +1,305 @@
+"""The program of one replica while it is traced: what it reads, and the updates that it makes.
+
+This is the half of the design's one idea that faces the user's function. ``run`` traces the function
+once; each variable it reads becomes an input of the program, each assignment an update, and the
+collectives of its replica context become collectives of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distrib.collectives import CrossDeviceOps, all_gather, all_reduce, from_first_replica
+from distrib.context import Frame, current_frame, entered
+from distrib.engines.weights import ExampleWeights
+from distrib.errors import AggregationError, ContextError, NestedTraceError
+from distrib.platform.jax_compat import trace_token
+from distrib.reduce_op import ReduceOp
+from distrib.values import DistributedValues, Mirrored, PerReplica
+from distrib.variables import Variable, VariableAggregation, VariableSynchronization
+
+Apply = Callable[[list[jax.Array], Any], Sequence[jax.Array]]
+
+
+class UnknownVariable(Exception):
+    """A variable that is not an input of the program was read: trace again with it.
+
+    It never reaches the user.
+    """
+
+    def __init__(self, variable: Variable):
+        super().__init__(variable.name)
+        self.variable = variable
+
+
+@dataclass(frozen=True)
+class Update:
+    """Variables that become ``apply(old values, operand)``.
+
+    ``operand`` is a tree that is equal on every replica, so the update may be applied by whoever
+    holds the variables: the program on every copy, or one device.
+    """
+
+    variables: tuple[Variable, ...]
+    apply: Apply
+    operand: Any
+
+
+class _Pending:
+    """The new values of an update, computed when something reads them."""
+
+    def __init__(self, update: Update, olds: list[Any]):
+        self._update = update
+        self._olds = olds
+        self._news: list[jax.Array] | None = None
+
+    def value(self, index: int) -> jax.Array:
+        if self._news is None:
+            olds = [force(old) for old in self._olds]
+            self._news = applied(self._update, olds)
+        return self._news[index]
+
+
+def force(entry: Any) -> Any:
+    """Return the value of an entry that may be a pending update's."""
+    return entry() if callable(entry) else entry
+
+
+def applied(update: Update, olds: list[jax.Array]) -> list[jax.Array]:
+    """Return the new values of an update, checked against its variables."""
+    news = update.apply(olds, update.operand)
+    return [v.fitted(new) for v, new in zip(update.variables, news, strict=True)]
+
+
+class Program:
+    """The program of one replica; also the meeting of its replica context.
+
+    Args:
+      strategy: the strategy whose step this is.
+      num_replicas: how many replicas run the program.
+      ops: how values are added over them.
+      inputs: the variables that are inputs, by ``id``, with their traced values.
+      deferred: whether updates are applied outside the program, on the device of the variables.
+      weights: the examples of each replica, where they differ; None where all have equally many.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        num_replicas: int,
+        ops: CrossDeviceOps,
+        inputs: dict[int, tuple[Variable, Any]],
+        *,
+        deferred: bool,
+        weights: ExampleWeights | None = None,
+    ):
+        self._strategy = strategy
+        self._size = num_replicas
+        self._ops = ops
+        self._inputs = inputs
+        self._deferred = deferred
+        self._weights = weights
+        self._token = trace_token()
+        self._current: dict[int, Any] = {}
+        self.reads: dict[int, Variable] = {}
+        self.writes: dict[int, Variable] = {}
+        self.updates: list[Update] = []
+
+    # Variables.
+
+    def read(self, variable: Variable) -> jax.Array:
+        """Return the value of ``variable`` at this point, aggregated in cross-replica context."""
+        value = self._own(variable)
+        if variable.storage.per_replica and current_frame().replica is None:
+            return self._aggregate(variable, value)
+        return value
+
+    def _own(self, variable: Variable) -> jax.Array:
+        return force(self._entry(variable))
+
+    def _input(self, variable: Variable) -> jax.Array:
+        key = id(variable)
+        if key not in self._inputs:
+            raise UnknownVariable(variable)
+        self.reads[key] = variable
+        return self._inputs[key][1]
+
+    def _entry(self, variable: Variable) -> Any:
+        """Return the value of ``variable`` now, or the means to compute it when it is wanted."""
+        if id(variable) in self._current:
+            return self._current[id(variable)]
+        return lambda: self._input(variable)
+
+    def assign(self, variable: Variable, kind: str, value: Any) -> jax.Array:
+        """Record an assignment and return the new value as this replica sees it."""
+        self._check_writable(variable)
+        cross = current_frame().replica is None
+        if isinstance(value, DistributedValues):
+            value = local_value(value)
+        if variable.storage.per_replica:
+            if cross:
+                value = self._share(variable, kind, value)
+            new = combined(kind, self._own(variable), variable.fitted(value))
+            self._set(variable, new)
+            return self.read(variable)
+        if not cross:
+            value = self._aggregate(variable, value)
+        operand = variable.fitted(value)
+        self.update([variable], lambda olds, x: [combined(kind, olds[0], x)], operand)
+        return self._own(variable)
+
+    def update(self, variables: Sequence[Variable], apply: Apply, operand: Any) -> None:
+        """Record that ``variables`` become ``apply(old values, operand)``."""
+        for variable in variables:
+            self._check_writable(variable)
+        update = Update(tuple(variables), apply, operand)
+        self.updates.append(update)
+        if self._deferred:
+            pending = _Pending(update, [self._entry(v) for v in variables])
+            for i, variable in enumerate(variables):
+                self._set(variable, lambda i=i: pending.value(i))
+        else:
+            news = applied(update, [self._own(v) for v in variables])
+            for variable, new in zip(variables, news, strict=True):
+                self._set(variable, new)
+
+    def final_value(self, variable: Variable) -> jax.Array:
+        """Return what ``variable`` holds at the end of the program."""
+        return self._own(variable)
+
+    def _set(self, variable: Variable, value: Any) -> None:
+        self._current[id(variable)] = value
+        self.writes[id(variable)] = variable
+
+    def _check_writable(self, variable: Variable) -> None:
+        if trace_token() != self._token:
+            raise NestedTraceError(
+                f"Variable {variable.name!r} was changed inside a JAX transformation (jax.grad, jax.jit, jax.vmap, "
+                "lax.scan, lax.cond, jax.checkpoint ...), whose values may not leave it. Return the new value from "
+                "the transformed function (has_aux=True for gradients), and assign it outside."
+            )
+        if variable.distribute_strategy is not self._strategy:
+            raise ContextError(
+                f"Mixing different distrib.Strategy objects: variable {variable.name!r} belongs to "
+                f"{variable.distribute_strategy!r} and was assigned in a step of {self._strategy!r}. "
+                "Create it inside `with strategy.scope():` of the strategy that runs the step."
+            )
+
+    def _aggregate(self, variable: Variable, value: Any) -> Any:
+        aggregation = variable.aggregation
+        if self._size == 1:
+            return value
+        if aggregation is VariableAggregation.NONE:
+            if variable.storage.per_replica or self._deferred:
+                raise AggregationError(
+                    f"You must specify an aggregation method to update variable {variable.name!r} in replica context, "
+                    "or to read it outside: pass aggregation= to distrib.Variable, or combine the value yourself with "
+                    "get_replica_context().all_reduce."
+                )
+            return value
+        if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return from_first_replica(value)
+        if variable.synchronization is VariableSynchronization.ON_READ:
+            value = jnp.asarray(value)  # Each replica counts, with one copy as with many.
+        if not hasattr(value, "dtype"):
+            if aggregation is VariableAggregation.SUM:
+                raise AggregationError(
+                    f"A non-DistributedValues value {value!r} cannot be reduced with the given reduce op "
+                    f"ReduceOp.SUM into variable {variable.name!r}: a Python number is one value for all replicas. "
+                    "Wrap it in jnp.asarray(...) to add it once for each replica."
+                )
+            return value
+        return self.all_reduce(ReduceOp.parse(aggregation.name), value, None)
+
+    def _share(self, variable: Variable, kind: str, value: Any) -> Any:
+        if variable.aggregation is VariableAggregation.SUM and self._size > 1:
+            if kind != "assign":
+                raise AggregationError(
+                    f"Variable {variable.name!r} is ON_READ with aggregation=SUM and does not support assign_{kind} "
+                    "in cross-replica context."
+                )
+            shared = jnp.asarray(value) / self._size
+            return shared if jnp.issubdtype(variable.dtype, jnp.inexact) else jnp.trunc(shared)
+        return value
+
+    # The meeting of the replicas.
+
+    def all_reduce(self, op: ReduceOp, value: Any, options: Any) -> Any:
+        """Reduce a tree over the replicas."""
+        # With uneven replicas a division by their number marks jax.lax.pmean, which then weights
+        # them; all_reduce is tf.distribute's and does not, so it multiplies.
+        scale = None if self._weights is None else 1.0 / self._size
+        return all_reduce(
+            op, value, num_replicas=self._size, ops=self._ops, options=options, scale=scale
+        )
+
+    def all_gather(self, value: Any, axis: int, options: Any) -> Any:
+        """Concatenate a tree over the replicas."""
+        return all_gather(value, axis)
+
+    def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict) -> Any:
+        """Call ``merge_fn`` in cross-replica context, with per-replica values that are traced."""
+        if trace_token() != self._token:
+            raise NestedTraceError(
+                "merge_call was called inside a JAX transformation (jax.grad, jax.jit, lax.cond, lax.scan ...), where "
+                "the replicas cannot meet. Call it in the replica function itself."
+            )
+        if current_frame().replica is None:
+            raise ContextError(
+                "merge_call was called inside a merge function, where there is no replica. "
+                "Use the strategy that the merge function was given."
+            )
+        args, kwargs = jax.tree.map(_as_per_replica, (args, kwargs), is_leaf=_is_distributed)
+        with entered(Frame(self._strategy, None, self)):
+            result = merge_fn(self._strategy, *args, **kwargs)
+        return jax.tree.map(
+            lambda leaf: local_value(leaf) if isinstance(leaf, DistributedValues) else leaf,
+            result,
+            is_leaf=_is_distributed,
+        )
+
+    def global_examples(self, local: int) -> int:
+        """Return the examples of all replicas, of which this one has ``local``."""
+        return local * self._size if self._weights is None else self._weights.total
+
+    def combine(self, value: Any, aggregation: str) -> Any:
+        """Combine a tree over the replicas: SUM, or MEAN weighted by the examples of each."""
+        op = ReduceOp.parse(aggregation)
+        if self._size == 1:
+            return value
+        if self._weights is None:
+            return all_reduce(op, value, num_replicas=self._size, ops=self._ops)
+        value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
+        return all_reduce(ReduceOp.SUM, value, num_replicas=self._size, ops=self._ops)
+
+
+def combined(kind: str, old: jax.Array, value: jax.Array) -> jax.Array:
+    """Return the value after an assignment of that kind."""
+    if kind == "assign":
+        return value
+    return old + value if kind == "add" else old - value
+
+
+def local_value(value: DistributedValues) -> Any:
+    """Return what this replica holds of a distributed value in a traced step."""
+    if isinstance(value, PerReplica) and value.local is not None:
+        return value.local
+    if isinstance(value, Mirrored):
+        return value.values[0]
+    raise ContextError(
+        f"A {type(value).__name__} was used inside a step without being passed to it. A step sees its arguments: "
+        "pass the value in args= or kwargs= of strategy.run."
+    )
+
+
+def _is_distributed(leaf: Any) -> bool:
+    return isinstance(leaf, DistributedValues | Variable)
+
+
+def _as_per_replica(leaf: Any) -> Any:
+    return PerReplica.from_local(leaf) if isinstance(leaf, jax.Array) else leaf

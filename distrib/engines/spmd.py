@@ -1,0 +1,254 @@
+"""The SPMD engine: one compiled program for all replicas, a replica on each device of a mesh.
+
+The lifted step runs under `jax.shard_map` over the mesh axis ``"replica"``, as the body of `jax.pmap`
+does. The work of a call in Python is a look-up, one call of the compiled program, one write-back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from distrib.engines.interrupts import InterruptsDeferred
+from distrib.engines.lift import Lifted
+from distrib.engines.placement import UpdatePlacement
+from distrib.engines.signature import Kind
+from distrib.platform.jax_compat import jaxpr_function
+from distrib.platform.mesh import REPLICA_AXIS, replicated, split
+from distrib.values import Layout, Mirrored, PerReplica
+from distrib.variables import LentCells, Variable
+
+_EVERYWHERE = PartitionSpec()
+_SPLIT = PartitionSpec(REPLICA_AXIS)
+
+Body = Callable[[dict[int, Any], list, list], tuple[list, list, list]]
+"""From variables by ``id``, leaves and NNX arrays of a replica to outputs (with a leading replica
+axis), what is equal everywhere and not a variable, and the new values of the variables written."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array leaf of a call.
+
+    Attributes:
+      kind: how it enters the program.
+      key: what of it the program depends on.
+      form: shape and dtype of the array that enters, over all devices.
+    """
+
+    kind: Kind
+    key: Any
+    form: jax.ShapeDtypeStruct
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How the array lies on the mesh."""
+        return _EVERYWHERE if self.kind is Kind.EVERYWHERE else _SPLIT
+
+
+class Step:
+    """A compiled step: takes the leaves of a call, changes the variables, returns the outputs.
+
+    It holds the cells of its variables and not the variables, so that these can die.
+    """
+
+    def __init__(
+        self,
+        lifted: Lifted,
+        leaves: Sequence[Leaf],
+        mesh: Mesh,
+        placement: UpdatePlacement,
+        body: Body,
+        finish: Callable[[list], Any],
+    ):
+        written_ids = {id(v) for v in lifted.writes}
+        read = [v for v in lifted.reads if id(v) not in written_ids]
+        self.compiled = _compile(lifted, lifted.writes, read, leaves, mesh, body)
+        self._leaves = leaves
+        self._mesh = mesh
+        self._everywhere = replicated(mesh)
+        self._written = [v.storage.cell for v in lifted.writes]
+        self._keep = LentCells(self._written)
+        self._fetch_read = placement.fetcher(read, mesh)
+        self._finish = finish
+        self._nnx_changes = lifted.nnx_changes
+        operands = lifted.jaxpr.out_avals[lifted.num_outputs + len(lifted.nnx_changes) :]
+        self._apply = placement.applier(lifted.updates, operands)
+        self.watches: list[Any] = []
+
+    def __call__(
+        self, leaves: Sequence[Any], nnx_arrays: Sequence[Any] = ()
+    ) -> tuple[Any, dict[int, jax.Array]]:
+        """Run the step.
+
+        Args:
+          leaves: the array leaves of the call.
+          nnx_arrays: the state of its NNX objects.
+
+        Returns:
+          What the function returned, with per-replica values for arrays; and the NNX variables that
+          changed, by position.
+        """
+        arrays = [
+            value.whole
+            if type(value) is PerReplica and value.whole is not None
+            else self._entering(value, leaf)
+            for value, leaf in zip(leaves, self._leaves, strict=True)
+        ]
+        nnx_arrays = [self._spread(a) for a in nnx_arrays]
+        if not self._written and self._apply is None:
+            outputs, common, _ = self.compiled([], self._fetch_read(), arrays, nnx_arrays)
+        else:
+            self._keep.copy_lent()
+            with InterruptsDeferred():
+                outputs, common, new = self.compiled(
+                    [cell.array for cell in self._written], self._fetch_read(), arrays, nnx_arrays
+                )
+                for cell, array in zip(self._written, new, strict=True):
+                    cell.array = array
+                if self._apply is not None:
+                    self._apply(common[len(self._nnx_changes) :])
+        return self._finish(outputs), dict(zip(self._nnx_changes, common, strict=False))
+
+    def _entering(self, value: Any, leaf: Leaf) -> Any:
+        if leaf.kind is Kind.UNEVEN:
+            return stack_padded(value, leaf.form, self._mesh)
+        if isinstance(value, PerReplica):
+            return stack_components(value, self._mesh)
+        if isinstance(value, Mirrored):
+            value = value.values[0] if value.whole is None else value.whole
+        if isinstance(leaf.key, type):
+            return np.asarray(value, dtype=leaf.form.dtype)
+        return self._spread(value)
+
+    def _spread(self, array: Any) -> Any:
+        sharding = getattr(array, "sharding", None)
+        if sharding is self._everywhere or sharding == self._everywhere:
+            return array
+        return jax.device_put(array, self._everywhere)
+
+
+def _compile(
+    lifted: Lifted,
+    written: Sequence[Variable],
+    read: Sequence[Variable],
+    leaves: Sequence[Leaf],
+    mesh: Mesh,
+    body: Body,
+) -> Any:
+    size = mesh.devices.size
+    num_variables, num_nnx = len(lifted.variables), lifted.num_nnx
+
+    def program(written_arrays: list, read_arrays: list, arrays: list, nnx: list) -> tuple:
+        values = {}
+        for variable, array in (
+            *zip(written, written_arrays, strict=True),
+            *zip(read, read_arrays, strict=True),
+        ):
+            values[id(variable)] = array[0] if variable.storage.per_replica else array
+        outputs, common, new = body(values, arrays, nnx)
+        new = [
+            x[None] if v.storage.per_replica else x for v, x in zip(written, new, strict=True)
+        ]
+        return outputs, common, new
+
+    def form(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        sharding: NamedSharding = split(mesh) if spec == _SPLIT else replicated(mesh)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def variable_form(v: Variable) -> jax.ShapeDtypeStruct:
+        shape = (size, *v.shape) if v.storage.per_replica else v.shape
+        return form(jax.ShapeDtypeStruct(shape, v.dtype), _variable_spec(v))
+
+    avals = lifted.jaxpr.in_avals
+    nnx_forms = avals[len(avals) - num_variables - num_nnx : len(avals) - num_variables]
+    written_specs = [_variable_spec(v) for v in written]
+    mapped = jax.shard_map(
+        program,
+        mesh=mesh,
+        in_specs=(
+            written_specs,
+            [_variable_spec(v) for v in read],
+            [leaf.spec for leaf in leaves],
+            _EVERYWHERE,
+        ),
+        out_specs=(_SPLIT if size > 1 else _EVERYWHERE, _EVERYWHERE, written_specs),
+        check_vma=False,
+    )
+    # keep_unused: an old value that the step overwrites without reading is to be donated all the same.
+    lowered = jax.jit(mapped, donate_argnums=0, keep_unused=True).lower(
+        [variable_form(v) for v in written],
+        [variable_form(v) for v in read],
+        [form(leaf.form, leaf.spec) for leaf in leaves],
+        [form(x, _EVERYWHERE) for x in nnx_forms],
+    )
+    return lowered.compile()
+
+
+def _variable_spec(variable: Variable) -> PartitionSpec:
+    return _SPLIT if variable.storage.per_replica else _EVERYWHERE
+
+
+def even_body(lifted: Lifted, leaves: Sequence[Leaf], num_replicas: int) -> Body:
+    """Return the body of a step whose replicas all see the same shapes: the lifted step itself."""
+
+    def body(values: dict[int, Any], arrays: list, nnx: list) -> tuple[list, list, list]:
+        inputs = [entered_form(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
+        # A variable that the step does not read stands in no equation: any value will do.
+        inputs += [*nnx, *(values.get(id(v), 0) for v in lifted.variables)]
+        results = jaxpr_function(lifted.jaxpr)(*inputs)
+        outputs = results[: lifted.num_outputs]
+        if num_replicas > 1:
+            outputs = [x[None] for x in outputs]
+        rest = results[lifted.num_outputs :]
+        split_at = len(rest) - len(lifted.writes)
+        return outputs, rest[:split_at], rest[split_at:]
+
+    return body
+
+
+def entered_form(array: Any, leaf: Leaf) -> Any:
+    """Return what a replica sees of its part of an array."""
+    return array[0] if leaf.kind is Kind.SPLIT and leaf.key[0] is Layout.STACKED else array
+
+
+def even_finish(lifted: Lifted, num_replicas: int) -> Callable[[list], Any]:
+    """Return the function that turns the outputs of a step into what ``run`` returns."""
+    output = lifted.output
+    if num_replicas == 1:
+        return output
+    return lambda outputs: output([PerReplica.stacked(whole) for whole in outputs])
+
+
+def stack_components(value: PerReplica, mesh: Mesh) -> jax.Array:
+    """Put components of equal shape into one array ``[replica, ...]``, each on its device."""
+    if value.whole is None:
+        value.whole = stack_parts(value.values, jnp.result_type(value.values[0]), mesh)
+        value.layout = Layout.STACKED
+    return value.whole
+
+
+def stack_parts(parts: Sequence[Any], dtype: Any, mesh: Mesh) -> jax.Array:
+    """Stack one array for each replica of this process, of equal shapes, on the mesh."""
+    rows = [
+        jax.device_put(jnp.asarray(part, dtype=dtype)[None], device)
+        for part, device in zip(parts, mesh.local_devices, strict=True)
+    ]
+    shape = (mesh.devices.size, *rows[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, split(mesh), rows)
+
+
+def stack_padded(value: PerReplica, form: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.Array:
+    """Stack components of unequal shapes, filled up with zeros to ``form`` ``[replica, ...]``."""
+    parts = []
+    for part in value.values:
+        part = np.asarray(part)
+        widths = [(0, full - mine) for full, mine in zip(form.shape[1:], part.shape, strict=True)]
+        parts.append(np.pad(part, widths))
+    return stack_parts(parts, form.dtype, mesh)

@@ -1,0 +1,43 @@
+"""How much each replica counts where replicas have unequally many examples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class ExampleWeights:
+    """The examples of one replica among those of all.
+
+    Attributes:
+      mine: the examples of this replica.
+      total: the examples of all replicas.
+      num_replicas: how many replicas there are.
+    """
+
+    mine: int
+    total: int
+    num_replicas: int
+
+    @property
+    def share(self) -> float:
+        """This replica's part of a mean over all examples."""
+        return self.mine / self.total
+
+    def applied(self, tree: Any, *, mean: bool) -> Any:
+        """Return what this replica adds to the sum over the replicas.
+
+        A replica without examples adds zero to a mean, whatever the mean over its nothing came to. To
+        a sum it adds what it has, the share of a regularisation loss for one, less any NaN.
+        """
+        if not mean:
+            if self.mine:
+                return tree
+            return jax.tree.map(lambda x: jnp.where(jnp.isnan(x), 0, x), tree)
+        if self.mine == 0:
+            return jax.tree.map(jnp.zeros_like, tree)
+        return jax.tree.map(lambda x: x * jnp.asarray(self.share, x.dtype), tree)

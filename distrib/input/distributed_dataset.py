@@ -1,0 +1,210 @@
+"""Datasets whose every element has a piece for each replica."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from distrib.errors import InputError, OutOfRangeError
+from distrib.input.options import InputContext, InputOptions, InputReplicationMode
+from distrib.input.placing import BatchPlacer
+from distrib.input.prefetch import Prefetcher
+from distrib.input.sources import Source, as_source
+
+
+class OptionalElement:
+    """An element of a dataset, or the news that there is none."""
+
+    def __init__(self, elements: Sequence[Any]):
+        self._elements = tuple(elements)
+
+    def has_value(self) -> bool:
+        """Tell whether there is an element."""
+        return bool(self._elements)
+
+    def get_value(self) -> Any:
+        """Return the element.
+
+        Raises:
+          OutOfRangeError: if there is none.
+        """
+        if not self._elements:
+            raise OutOfRangeError("The given optional does not have a value: the dataset has ended.")
+        return self._elements[0]
+
+
+class DistributedIterator:
+    """One pass over a distributed dataset.
+
+    A thread loads and places elements ahead of use; it ends with the iterator.
+    """
+
+    def __init__(self, prefetcher: Prefetcher[Any], description: str):
+        self._prefetcher = prefetcher
+        self._description = description
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._prefetcher)
+
+    def get_next(self) -> Any:
+        """Return the next element.
+
+        Raises:
+          OutOfRangeError: at the end of the dataset.
+        """
+        for element in self._prefetcher:
+            return element
+        raise OutOfRangeError(f"End of sequence: {self._description} has no more elements.")
+
+    def get_next_as_optional(self) -> OptionalElement:
+        """Return the next element, or an optional without a value at the end."""
+        return OptionalElement(list(itertools.islice(self._prefetcher, 1)))
+
+    def close(self) -> None:
+        """End the thread that loads ahead; the iterator is at its end afterwards."""
+        self._prefetcher.close()
+
+
+class DistributedDataset:
+    """A dataset whose elements are per-replica values.
+
+    Made by ``strategy.experimental_distribute_dataset`` and
+    ``strategy.distribute_datasets_from_function``. Each ``iter()`` is one pass, one epoch; of a source
+    that can be read once, such as a generator, there is one pass, which each ``iter()`` continues.
+
+    Args:
+      make_elements: starts a pass over host elements.
+      place: from a host element to per-replica values.
+      depth: how many elements to prepare ahead of use.
+      description: the source, for messages.
+      one_shot: whether there is one pass only.
+    """
+
+    def __init__(
+        self,
+        make_elements: Callable[[], Iterator[Any]],
+        place: Callable[[Any], Any],
+        *,
+        depth: int,
+        description: str,
+        one_shot: bool,
+    ):
+        self._make_elements = make_elements
+        self._place = place
+        self._depth = depth
+        self._description = description
+        self._one_shot = one_shot
+        self._pass: DistributedIterator | None = None
+
+    def __iter__(self) -> DistributedIterator:
+        if self._one_shot and self._pass is not None:
+            return self._pass
+        prefetcher = Prefetcher(
+            self._make_elements, self._depth, self._place, description=self._description
+        )
+        iterator = DistributedIterator(prefetcher, self._description)
+        if self._one_shot:
+            self._pass = iterator
+        return iterator
+
+    @property
+    def element_spec(self) -> Any:
+        """Shape and dtype of the first element as it comes from the source, ``[batch, ...]``.
+
+        Raises:
+          InputError: for a source that can be read once, whose first element it would use up.
+        """
+        if self._one_shot:
+            raise InputError(
+                f"element_spec would use up the first element of {self._description}, which can be read once only."
+            )
+        for element in self._make_elements():
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), element)
+        return None
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Fold the elements of one pass: ``state = reduce_func(state, element)``."""
+        return functools.reduce(reduce_func, self, initial_state)
+
+    def __repr__(self) -> str:
+        return f"<distrib.DistributedDataset of {self._description}>"
+
+
+def distribute_dataset(
+    dataset: Any,
+    placer: BatchPlacer,
+    options: InputOptions,
+    *,
+    batch_size: int | None,
+    shuffle: bool,
+    seed: int | None,
+    drop_remainder: bool,
+) -> DistributedDataset:
+    """Distribute global batches: each is cut over the replicas.
+
+    Raises:
+      InputError: if the dataset is of no kind that can be read, or the options do not fit.
+    """
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        raise InputError(
+            "InputReplicationMode.PER_REPLICA is only supported in `distribute_datasets_from_function`, which makes a "
+            "dataset for each replica. experimental_distribute_dataset has one, and cuts its batches."
+        )
+    source = as_source(
+        dataset, batch_size=batch_size, shuffle=shuffle, seed=seed, drop_remainder=drop_remainder
+    )
+    return DistributedDataset(
+        source.__iter__,
+        placer.split,
+        depth=options.experimental_per_replica_buffer_size,
+        description=source.describe(),
+        one_shot=source.one_shot,
+    )
+
+
+def datasets_from_function(
+    dataset_fn: Callable[[InputContext], Any], placer: BatchPlacer, options: InputOptions
+) -> DistributedDataset:
+    """Distribute what ``dataset_fn`` makes: each replica draws its own element, as it is.
+
+    Raises:
+      InputError: if ``dataset_fn`` returns something that cannot be read.
+    """
+    size = placer.num_replicas
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        contexts = [InputContext(size, i, size) for i in range(size)]
+    else:
+        contexts = [InputContext(1, 0, size)]
+    sources = [as_source(dataset_fn(context)) for context in contexts]
+    return DistributedDataset(
+        functools.partial(_draw, sources, size),
+        placer.pieces,
+        depth=options.experimental_per_replica_buffer_size,
+        description=sources[0].describe(),
+        one_shot=any(source.one_shot for source in sources),
+    )
+
+
+def _draw(sources: Sequence[Source], size: int) -> Iterator[list[Any]]:
+    """Draw an element for each replica, from its own source or in turn from the one there is.
+
+    At the end, replicas for which nothing is left get empty pieces.
+    """
+    iterators = [iter(source) for source in sources]
+    if len(iterators) == 1:
+        iterators *= size
+    while True:
+        drawn = [list(itertools.islice(iterator, 1)) for iterator in iterators]
+        filled = [element[0] for element in drawn if element]
+        if not filled:
+            return
+        empty = jax.tree.map(lambda x: x[:0] if np.ndim(x) else x, filled[0])
+        yield [element[0] if element else empty for element in drawn]

@@ -1,0 +1,74 @@
+"""Losses that mean the same on one replica and on many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from distrib.context import current_program, get_strategy
+from distrib.platform import leaves_with_paths
+
+
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+) -> Any:
+    """Return this replica's part of the mean loss over the global batch.
+
+    Sum it over the replicas (``strategy.reduce("SUM", ...)``, ``apply_gradients(aggregation="SUM")``) and
+    the result is the mean over all examples.
+
+    Args:
+      per_example_loss: ``[batch, ...]``, a loss for each example of this replica.
+      sample_weight: weights that broadcast against the loss, or None.
+      global_batch_size: what to divide by; by default the number of examples of all replicas, which is
+        exact for a last, uneven batch too.
+
+    Returns:
+      A scalar: the sum of the losses divided by the global batch size.
+
+    Raises:
+      ValueError: if the loss is a scalar, from which no number of examples can be told.
+
+    >>> print(compute_average_loss(jnp.array([1.0, 3.0]), global_batch_size=4))
+    1.0
+    """
+    loss = jnp.asarray(per_example_loss)
+    if loss.ndim == 0 and global_batch_size is None:
+        raise ValueError(
+            "per_example_loss is a scalar, so the number of examples is unknown: keep the loss of each example "
+            "(reduction='none'), or pass global_batch_size."
+        )
+    if not jnp.issubdtype(loss.dtype, jnp.inexact):
+        loss = loss.astype(jnp.result_type(float))
+    if sample_weight is not None:
+        weight = jnp.asarray(sample_weight, loss.dtype)
+        # Weights of shape [batch] count for every further axis of the loss.
+        loss = loss * weight.reshape(weight.shape + (1,) * (loss.ndim - weight.ndim))
+    if global_batch_size is None:
+        program = current_program()
+        local = loss.shape[0]
+        if program is None:
+            global_batch_size = local * get_strategy().num_replicas_in_sync
+        else:
+            global_batch_size = program.global_examples(local)
+    return loss.sum() / jnp.asarray(global_batch_size, loss.dtype)
+
+
+def scale_regularization_loss(regularization_loss: Any) -> Any:
+    """Return this replica's share of a loss that does not depend on the data.
+
+    Every replica computes the same regularisation loss; divided by their number, the sum over the
+    replicas counts it once.
+
+    Args:
+      regularization_loss: a scalar, or a tree of scalars that are added.
+
+    Returns:
+      A scalar.
+
+    >>> print(scale_regularization_loss(jnp.asarray(0.4)))
+    0.4
+    """
+    total = sum(jnp.sum(jnp.asarray(leaf)) for _, leaf in leaves_with_paths(regularization_loss))
+    return total / get_strategy().num_replicas_in_sync

@@ -1,0 +1,42 @@
+"""What distrib needs of the machine and of JAX: devices, the mesh, and JAX's private corners."""
+
+from distrib.platform.devices import (
+    device_string,
+    local_devices,
+    resolve_device,
+    resolve_devices,
+    short_device_string,
+)
+from distrib.platform.jax_compat import (
+    Device,
+    backends_initialized,
+    jaxpr_function,
+    trace_token,
+    uncommitted,
+    under_trace,
+)
+from distrib.platform.mesh import REPLICA_AXIS, replica_mesh, replicated, split
+from distrib.platform.pytree_paths import leaves_with_paths, path_string
+from distrib.platform.virtual_devices import ensure_thread_pool, set_logical_devices
+
+__all__ = [
+    "Device",
+    "REPLICA_AXIS",
+    "backends_initialized",
+    "device_string",
+    "ensure_thread_pool",
+    "jaxpr_function",
+    "leaves_with_paths",
+    "local_devices",
+    "path_string",
+    "replica_mesh",
+    "replicated",
+    "resolve_device",
+    "resolve_devices",
+    "set_logical_devices",
+    "short_device_string",
+    "split",
+    "trace_token",
+    "uncommitted",
+    "under_trace",
+]

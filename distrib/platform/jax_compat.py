@@ -1,0 +1,149 @@
+"""The only file of distrib that touches private or version-dependent JAX.
+
+Everything here was tried on JAX 0.10 and on the newest release, 0.12. Where a private name
+disappears, the function falls back to public JAX, and its docstring says what is lost.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.extend import core as jax_extend_core
+from jax.sharding import SingleDeviceSharding
+
+try:
+    from jax._src.core import trace_state_clean as _trace_state_clean
+except ImportError:
+    _trace_state_clean = None
+try:
+    from jax._src.array import ArrayImpl as _ArrayImpl
+except ImportError:
+    _ArrayImpl = None
+try:
+    from jax._src.xla_bridge import backends_are_initialized as _backends_are_initialized
+except ImportError:
+    _backends_are_initialized = None
+
+if TYPE_CHECKING:
+
+    class Device:
+        """A ``jax.Device``, for type checkers: JAX ships no types for its compiled classes."""
+
+        id: int
+        platform: str
+        process_index: int
+
+else:
+    Device = jax.Device
+
+
+def backends_initialized() -> bool:
+    """Return whether JAX has started, that is, has looked up its devices.
+
+    Asking does not start it. Without the private function the answer comes from a setting that JAX
+    refuses to change once it has started; it is changed for a moment and put back.
+    """
+    if _backends_are_initialized is not None:
+        return _backends_are_initialized()
+    current = configured_cpu_devices()
+    try:
+        jax.config.update("jax_num_cpu_devices", current + 1)
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", current)
+    return False
+
+
+def configured_cpu_devices() -> int:
+    """Return the setting ``jax_num_cpu_devices``, which also reads ``JAX_NUM_CPU_DEVICES``.
+
+    It is -1 where the user has not set it.
+    """
+    return getattr(jax.config, "jax_num_cpu_devices", -1)  # The type of config lacks its settings.
+
+
+def trace_token() -> Any:
+    """Return an object that compares equal to another while the same JAX trace is current.
+
+    Outside every transformation the tokens of all threads are equal. A token does not keep its
+    trace alive. It has no hash: compare it, do not use it as a key.
+
+    >>> trace_token() == trace_token()
+    True
+    >>> before = trace_token()
+    >>> jax.eval_shape(lambda: print(trace_token() == before))
+    False
+    """
+    return jax_extend_core.get_opaque_trace_state(convention="nnx")
+
+
+def under_trace() -> bool:
+    """Return whether this thread is inside a JAX transformation (jit, grad, vmap, make_jaxpr, ...).
+
+    >>> under_trace()
+    False
+    >>> jax.eval_shape(lambda: print(under_trace()))
+    True
+    """
+    if _trace_state_clean is not None:
+        return not _trace_state_clean()
+    return trace_token() != _token_outside_every_trace()
+
+
+def uncommitted(array: jax.Array) -> jax.Array:
+    """Return an array on the same buffer that JAX moves freely to other operands' devices.
+
+    JAX refuses to mix arrays committed to different devices. The result of this function is like
+    ``jnp.arange(3)``: in ``a + b`` it follows the other operand. Nothing is copied (about 2 µs), so
+    deleting either array deletes both; donating one leaves the other usable, because JAX copies.
+
+    Args:
+      array: a concrete array on a single device.
+
+    Returns:
+      The uncommitted array; ``array`` itself if it is uncommitted already, or if this JAX has no
+      way to make one.
+
+    Raises:
+      ValueError: if ``array`` lives on more than one device.
+    """
+    sharding = array.sharding
+    if sharding.num_devices != 1:
+        raise ValueError(
+            f"uncommitted() takes an array on a single device, and this one of shape {array.shape} "
+            f"lives on {sharding.num_devices}: pass one of its addressable_shards' data."
+        )
+    if _ArrayImpl is None or not array.committed:
+        return array
+    try:
+        if not isinstance(sharding, SingleDeviceSharding):
+            # A mesh of one device would make JAX treat the array as part of that mesh.
+            (device,) = sharding.device_set
+            sharding = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        # The checks compare the array with its own sharding: skipping them halves the time.
+        buffers: Any = [array]
+        return _ArrayImpl(array.aval, sharding, buffers, committed=False, _skip_checks=True)
+    except (TypeError, ValueError, AttributeError):
+        return array  # The private constructor has changed: a committed array is still correct.
+
+
+def jaxpr_function(closed_jaxpr: Any) -> Callable[..., list[Any]]:
+    """Return the function that a closed jaxpr describes: flat arguments in, a list of results out.
+
+    >>> closed = jax.make_jaxpr(lambda x: (x + 1, x * 2))(3)
+    >>> [int(value) for value in jaxpr_function(closed)(3)]
+    [4, 6]
+    """
+    return jax_extend_core.jaxpr_as_fun(closed_jaxpr)
+
+
+def _token_outside_every_trace() -> Any:
+    """Return the token of a fresh thread, which is inside no transformation."""
+    tokens: list[Any] = []
+    thread = threading.Thread(target=lambda: tokens.append(trace_token()))
+    thread.start()
+    thread.join()
+    return tokens[0]

@@ -1,0 +1,70 @@
+"""The four questions that a strategy answers, as protocols.
+
+Where variables live is a :class:`VariableHome`; where replicas run and updates are applied, an
+:class:`Engine`; how values are combined, a :class:`Combiner`. A strategy picks one of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from jax.sharding import Mesh
+
+from distrib.platform import Device
+from distrib.reduce_op import ReduceOp
+from distrib.variables import Storage, VariableAggregation, VariableSynchronization
+
+
+class VariableHome(Protocol):
+    """Where variables live."""
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices that hold variables."""
+        ...
+
+    def create_storage(
+        self,
+        value: Any,
+        synchronization: VariableSynchronization,
+        aggregation: VariableAggregation,
+        name: str,
+    ) -> Storage:
+        """Make the place for the value of one variable."""
+        ...
+
+    def lives_on(self, mesh: Mesh) -> bool:
+        """Tell whether a program on ``mesh`` can take the arrays of variables as they are."""
+        ...
+
+
+class Engine(Protocol):
+    """Where replicas run."""
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call ``fn`` once for each replica."""
+        ...
+
+    def compiled_text(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> str:
+        """Return the compiled program of a call."""
+        ...
+
+
+class Combiner(Protocol):
+    """How the values of the replicas become one."""
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas there are, over all workers."""
+        ...
+
+    def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
+        """Reduce one value over the replicas, and over ``axis`` of each component if it is not None."""
+        ...
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenate one value over the replicas."""
+        ...

@@ -1,0 +1,214 @@
+"""Reduce and gather in cross-replica context: from one value for each replica to one value."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from distrib.collectives import all_gather
+from distrib.context import current_program
+from distrib.errors import AggregationError
+from distrib.platform import uncommitted
+from distrib.platform.mesh import replicated
+from distrib.reduce_op import ReduceOp
+from distrib.values import Layout, Mirrored, PerReplica, local_shards
+from distrib.variables import Variable
+
+
+class MeshCombiner:
+    """Combines the values of the replicas of a mesh.
+
+    Args:
+      mesh: the devices of the replicas.
+      device: where results of unequal components are brought together.
+    """
+
+    def __init__(self, mesh: Mesh, device: Any):
+        self._mesh = mesh
+        self._device = device
+        self.num_replicas: int = mesh.devices.size
+
+    def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
+        """Reduce one value over the replicas.
+
+        Raises:
+          AggregationError: for SUM of a value that is the same on every replica, and for components
+            that cannot be added.
+        """
+        if isinstance(value, Variable):
+            value = self._of_variable(value)
+        if isinstance(value, PerReplica) and value.layout is Layout.LOCAL:
+            return _reduce_in_program(op, value.local, axis)
+        if isinstance(value, PerReplica) and value.whole is not None:
+            stacked = value.layout is Layout.STACKED
+            reducer = _whole_reducer(self._mesh, op, _frozen(axis), stacked)
+            return uncommitted(local_shards(reducer(value.whole))[0].data)
+        if isinstance(value, PerReplica):
+            return reduce_components(op, [self._brought(part) for part in value.values], axis)
+        if isinstance(value, Mirrored):
+            value = value.values[0]
+        return reduce_same(op, value, axis, self.num_replicas)
+
+    def _of_variable(self, variable: Variable) -> Any:
+        if variable.storage.per_replica and current_program() is None:
+            return PerReplica(variable.values)
+        return variable.value()
+
+    def _brought(self, part: Any) -> Any:
+        return uncommitted(jax.device_put(part, self._device))
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenate one value over the replicas, in their order.
+
+        Raises:
+          ValueError: if a component has no such axis.
+        """
+        if isinstance(value, Variable):
+            value = self._of_variable(value)
+        if isinstance(value, PerReplica) and value.layout is Layout.LOCAL:
+            return all_gather(value.local, axis)
+        if isinstance(value, Mirrored):
+            value = value.values[0]
+        parts = value.values if isinstance(value, PerReplica) else [value] * self.num_replicas
+        return concatenated([self._brought(part) for part in parts], axis)
+
+
+class SingleCombiner:
+    """There is one replica, and its value is the result."""
+
+    num_replicas = 1
+
+    def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
+        """Reduce over ``axis``, if it is not None."""
+        if isinstance(value, Variable):
+            value = value.value()
+        return reduce_same(op, value, axis, 1)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Return the value, checked for the axis."""
+        if isinstance(value, Variable):
+            value = value.value()
+        return concatenated([value], axis)
+
+
+def _frozen(axis: Any) -> Any:
+    if isinstance(axis, list):
+        raise TypeError(f"reduce got the axis {axis!r}: give an int, a tuple of ints, or None.")
+    return axis
+
+
+@functools.lru_cache(maxsize=None)
+def _whole_reducer(mesh: Mesh, op: ReduceOp, axis: Any, stacked: bool) -> Callable[..., jax.Array]:
+    size = mesh.devices.size
+
+    def reducer(whole: jax.Array) -> jax.Array:
+        if not stacked:
+            whole = whole.reshape(size, whole.shape[0] // size, *whole.shape[1:])
+        axes = (0, *(a + 1 for a in _axes(axis, whole.ndim - 1)))
+        return whole.mean(axes) if op is ReduceOp.MEAN else whole.sum(axes, dtype=whole.dtype)
+
+    return jax.jit(reducer, out_shardings=replicated(mesh))
+
+
+def _axes(axis: Any, rank: int) -> tuple[int, ...]:
+    """Return the axes of a component, counted from the front."""
+    if axis is None:
+        return ()
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    for a in axes:
+        if not -rank <= a < rank:
+            raise AggregationError(
+                f"reduce over axis {a} got components of rank {rank}, which have no such axis. "
+                "Use axis=None to reduce over the replicas alone."
+            )
+    return tuple(a % rank for a in axes)
+
+
+def _reduce_in_program(op: ReduceOp, local: Any, axis: Any) -> Any:
+    program = current_program()
+    if program is None:
+        raise AggregationError("A traced per-replica value left the step that it belongs to.")
+    axes = _axes(_frozen(axis), local.ndim)
+    total = local.sum(axes, dtype=local.dtype) if axes else local
+    if op is ReduceOp.SUM or not axes:
+        return program.all_reduce(op, total, None)
+    count = jnp.asarray(math.prod(local.shape[a] for a in axes), jnp.result_type(float))
+    total, count = program.all_reduce(ReduceOp.SUM, (total, count), None)
+    return total / count
+
+
+def reduce_components(op: ReduceOp, parts: Sequence[Any], axis: Any) -> jax.Array:
+    """Reduce components whose shapes may differ along ``axis``.
+
+    MEAN divides by the number of elements that there really are, so that a replica with few examples
+    counts for few.
+
+    Raises:
+      AggregationError: if what is left after reducing over ``axis`` differs in shape.
+    """
+    arrays = [jnp.asarray(part) for part in parts]
+    axes = [_axes(_frozen(axis), a.ndim) for a in arrays]
+    sums = [a.sum(x, dtype=a.dtype) for a, x in zip(arrays, axes, strict=True)]
+    if len({s.shape for s in sums}) > 1:
+        raise AggregationError(
+            f"reduce got components of shapes {[a.shape for a in arrays]}, which cannot be added with axis={axis}: "
+            "reduce over the axis in which they differ too (axis=0 for the last, short batch)."
+        )
+    total = functools.reduce(jnp.add, sums)
+    if op is ReduceOp.SUM:
+        return total
+    if axis is None:
+        return total / len(arrays)
+    count = sum(math.prod(a.shape[i] for i in x) for a, x in zip(arrays, axes, strict=True))
+    return total / count
+
+
+def reduce_same(op: ReduceOp, value: Any, axis: Any, num_replicas: int) -> Any:
+    """Reduce a value that is the same on every replica.
+
+    Raises:
+      AggregationError: for SUM over several replicas without an axis: once, or once for each?
+    """
+    if axis is not None:
+        array = jnp.asarray(value)
+        axes = _axes(_frozen(axis), array.ndim)
+        if op is ReduceOp.MEAN:
+            return array.mean(axes)
+        return array.sum(axes, dtype=array.dtype) * num_replicas
+    if op is ReduceOp.MEAN or num_replicas == 1:
+        return value
+    if isinstance(value, int | float) and value == 0:
+        return value
+    raise AggregationError(
+        f"A non-DistributedValues value {value!r} cannot be reduced with the given reduce op {op}: it is one value "
+        f"for all {num_replicas} replicas. Use ReduceOp.MEAN for the value itself, or return it from strategy.run."
+    )
+
+
+def concatenated(parts: Sequence[Any], axis: int) -> jax.Array:
+    """Concatenate components along ``axis``.
+
+    Raises:
+      AggregationError: if one has no such axis, or ranks or other axes differ.
+    """
+    arrays = [jnp.asarray(part) for part in parts]
+    shapes = [a.shape for a in arrays]
+    rank = arrays[0].ndim
+    if any(a.ndim != rank for a in arrays) or not -rank <= axis < rank:
+        raise AggregationError(
+            f"gather along axis {axis} got components of shapes {shapes}: they need one rank, and that axis. "
+            "Give scalars an axis with x[None]."
+        )
+    others = {np.delete(np.asarray(s, dtype=np.int64), axis).tobytes() for s in shapes}
+    if len(others) > 1:
+        raise AggregationError(
+            f"gather along axis {axis} got components of shapes {shapes}, which differ in another axis too."
+        )
+    return jnp.concatenate(arrays, axis) if len(arrays) > 1 else arrays[0]

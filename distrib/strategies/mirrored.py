@@ -1,0 +1,68 @@
+"""``MirroredStrategy``: a copy of every variable on each device of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distrib.collectives import CrossDeviceOps, NcclAllReduce
+from distrib.engines import InProgram, SpmdEngine
+from distrib.platform import Device, ensure_thread_pool, replica_mesh, resolve_devices
+from distrib.strategies.combining import MeshCombiner
+from distrib.strategies.extended import StrategyExtended
+from distrib.strategies.homes import OnEveryDevice
+from distrib.strategies.replica_device import device_of_any_replica
+from distrib.strategies.strategy import Strategy
+
+
+class MirroredStrategy(Strategy):
+    """Synchronous training on the devices of one process, a replica and a copy of all variables each.
+
+    Variables live on every device; one SPMD program runs all replicas; values are combined by an
+    all-reduce in the program; updates are applied in the program, on every copy.
+
+    Args:
+      devices: device strings or ``jax.Device`` objects; by default, and for an empty list, all devices
+        of this process.
+      cross_device_ops: the algorithm of the all-reduce; by default what XLA does.
+
+    Raises:
+      DeviceError: if a device does not exist, is named twice, or they are of different kinds.
+      TypeError: if ``cross_device_ops`` is not one.
+
+    >>> import distrib
+    >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> with strategy.scope():
+    ...     v = distrib.Variable(1.0, aggregation=distrib.VariableAggregation.MEAN)
+    >>> def step():
+    ...     replica = distrib.get_replica_context().replica_id_in_sync_group
+    ...     v.assign_add(replica * 2.0)
+    >>> strategy.run(step)
+    >>> print(v.numpy())
+    2.0
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str | Device] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ):
+        ensure_thread_pool()
+        resolved = resolve_devices(devices)
+        ops = NcclAllReduce() if cross_device_ops is None else cross_device_ops
+        if not isinstance(ops, CrossDeviceOps):
+            raise TypeError(
+                f"cross_device_ops is {cross_device_ops!r}, which has no sum_over_replicas: pass distrib.NcclAllReduce() "
+                "or distrib.ReductionToOneDevice()."
+            )
+        mesh = replica_mesh(resolved)
+        engine = SpmdEngine(self, mesh, ops, InProgram(), device_of_any_replica(resolved))
+        super().__init__(
+            StrategyExtended(
+                self,
+                devices=resolved,
+                mesh=mesh,
+                home=OnEveryDevice(mesh),
+                engine=engine,
+                combiner=MeshCombiner(mesh, resolved[0]),
+            )
+        )

@@ -1,0 +1,13 @@
+"""The device that a replica context names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distrib.platform import Device, device_string
+
+
+def device_of_any_replica(devices: Sequence[Device]) -> str:
+    """Return the device string of a replica; one program serves several, so their index is ``*``."""
+    first = device_string(devices[0])
+    return first if len(devices) == 1 else f"{first.rpartition(':')[0]}:*"

@@ -1,0 +1,5 @@
+"""Training: the train state."""
+
+from distrib.train.train_state import TrainState
+
+__all__ = ["TrainState"]

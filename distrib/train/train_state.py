@@ -1,0 +1,261 @@
+"""``TrainState``: Flax's train state, made of distributed variables."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import optax
+
+from distrib.context import current_program, in_cross_replica_context
+from distrib.random import replica_key
+from distrib.variables import HoldsVariables, Variable, VariableAggregation, VariableTree
+
+_AGGREGATIONS = ("MEAN", "SUM", None)
+
+
+class TrainState(HoldsVariables):
+    """Step, parameters, optimizer state and batch statistics of a model, as distributed variables.
+
+    It has the fields and methods of ``flax.training.train_state.TrainState``, and differs in one thing:
+    it is changed in place, so that it need not be passed into a step and out of it (though it may).
+    Make it with :meth:`create`, inside ``strategy.scope()``.
+
+    Inside a step its fields are arrays, and ``jax.grad`` can differentiate with respect to
+    ``state.params``. Outside they are arrays too, snapshots with all of their copies.
+
+    Attributes:
+      apply_fn: usually ``model.apply``.
+      tx: the Optax optimizer.
+
+    >>> import distrib
+    >>> strategy = distrib.MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> with strategy.scope():
+    ...     state = TrainState.create(
+    ...         apply_fn=lambda params, x: params["w"] * x, params={"w": 0.0}, tx=optax.sgd(0.1))
+    >>> def train_step(x, y):
+    ...     loss = lambda params: ((state.apply_fn(params, x) - y) ** 2).mean()
+    ...     state.apply_gradients(grads=jax.grad(loss)(state.params))
+    >>> data = (jnp.ones(4), jnp.array([1.0, 2.0, 3.0, 4.0]))
+    >>> for batch in strategy.experimental_distribute_dataset(data, batch_size=4):
+    ...     strategy.run(train_step, args=batch)
+    >>> print(state.params["w"])
+    0.5
+    """
+
+    def __init__(
+        self,
+        apply_fn: Callable[..., Any] | None,
+        tx: optax.GradientTransformation,
+        trees: dict[str, VariableTree],
+        step: Variable,
+    ):
+        self.apply_fn = apply_fn
+        self.tx = tx
+        self._trees = trees
+        self._step = step
+        self._outside: Callable[..., Any] | None = None
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        apply_fn: Callable[..., Any] | None,
+        params: Any,
+        tx: optax.GradientTransformation,
+        batch_stats: Any = None,
+        keys: Any = None,
+        **extra: Any,
+    ) -> TrainState:
+        """Make a train state whose values live where the current strategy puts variables.
+
+        Args:
+          apply_fn: usually ``model.apply``.
+          params: a pytree of arrays, copied.
+          tx: an Optax optimizer.
+          batch_stats: a pytree of running statistics; what the replicas assign is averaged.
+          keys: PRNG keys by name, such as ``{"dropout": jax.random.key(0)}``.
+          **extra: further pytrees, each a field of its own.
+
+        Raises:
+          ValueError: if an extra field has the name of one that there is.
+        """
+        for name in extra:
+            if hasattr(cls, name) or name in ("apply_fn", "tx"):
+                raise ValueError(f"TrainState has a field {name!r} already: give the extra one another name.")
+        mean = VariableAggregation.MEAN
+        trees = {"params": VariableTree(params, "params", mean, trainable=True)}
+        trees["opt_state"] = VariableTree(tx.init(trees["params"].value()), "opt_state")
+        for name, tree in {"batch_stats": batch_stats, "keys": keys, **extra}.items():
+            if tree is not None:
+                trees[name] = VariableTree(tree, name)
+        step = Variable(
+            0,
+            dtype=jnp.int32,
+            trainable=False,
+            name="step",
+            aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+        return cls(apply_fn, tx, trees, step)
+
+    def distributed_variables(self) -> list[Variable]:
+        """Return all variables: parameters, optimizer state, the other trees, and the step."""
+        return [v for tree in self._trees.values() for v in tree.variables] + [self._step]
+
+    @property
+    def step(self) -> jax.Array:
+        """How often :meth:`apply_gradients` has been called; an ``int32`` scalar."""
+        return self._step.value()
+
+    @property
+    def params(self) -> Any:
+        """The parameters."""
+        return self._trees["params"].value()
+
+    @property
+    def opt_state(self) -> Any:
+        """The optimizer's state."""
+        return self._trees["opt_state"].value()
+
+    @property
+    def batch_stats(self) -> Any:
+        """The running statistics of normalisation layers; None if there are none."""
+        return self._trees["batch_stats"].value() if "batch_stats" in self._trees else None
+
+    @property
+    def keys(self) -> Any:
+        """The PRNG keys of this replica at this step, by name; None if there are none.
+
+        Step and replica are folded into the keys that :meth:`create` was given
+        (:func:`distrib.random.replica_key`), so that a run that is resumed draws what an uninterrupted
+        one would.
+        """
+        if "keys" not in self._trees:
+            return None
+        step = self.step
+        tree = self._trees["keys"]
+        folded = [replica_key(key, step) for key in jax.tree.leaves(tree.value())]
+        return jax.tree.unflatten(tree.treedef, folded)
+
+    def __getattr__(self, name: str) -> Any:
+        trees = self.__dict__.get("_trees", {})
+        if name in trees:
+            return trees[name].value()
+        raise AttributeError(
+            f"TrainState has no field {name!r}; its fields are step, apply_fn, tx, {', '.join(trees)}."
+        )
+
+    def apply_gradients(
+        self, *, grads: Any, aggregation: str | None = "MEAN", **changes: Any
+    ) -> TrainState:
+        """Combine gradients over the replicas, apply the optimizer once, and count the step.
+
+        The optimizer sees the global gradient, so clipping and norms are those of one device.
+
+        Args:
+          grads: a pytree like ``params``.
+          aggregation: ``"MEAN"``, each replica weighted by its examples, for a loss that is a mean over
+            the examples of the replica; ``"SUM"`` for a loss divided by the global batch; None for
+            gradients that have been combined already. Outside of a step there is nothing to combine.
+          **changes: fields to :meth:`replace` as well, ``batch_stats=`` for one.
+
+        Returns:
+          The state itself.
+
+        Raises:
+          VariableError: if ``grads`` has another structure or other shapes than ``params``.
+          ValueError: if ``aggregation`` is none of these.
+        """
+        if aggregation not in _AGGREGATIONS:
+            raise ValueError(f"aggregation is {aggregation!r}, and must be 'MEAN', 'SUM' or None.")
+        params, opt_state = self._trees["params"], self._trees["opt_state"]
+        operand = params.flatten(grads)
+        program = current_program()
+        variables = [*params.variables, *opt_state.variables, self._step]
+        apply = functools.partial(_optimized, self.tx, params, opt_state)
+        if program is None:
+            olds = [v.storage.whole() for v in variables]
+            news = self._jitted(apply)(olds, operand)
+            for variable, new in zip(variables, news, strict=True):
+                variable.assign(new)
+        else:
+            if aggregation is not None and not in_cross_replica_context():
+                operand = program.combine(operand, aggregation)
+            program.update(variables, apply, operand)
+        return self.replace(**changes)
+
+    def _jitted(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``apply`` compiled, for updates outside of a step; compiled once."""
+        if self._outside is None:
+            self._outside = jax.jit(apply)
+        return self._outside
+
+    def replace(self, **changes: Any) -> TrainState:
+        """Assign whole fields; in a replica, floating values are averaged over the replicas.
+
+        Args:
+          **changes: ``params``, ``opt_state``, ``batch_stats``, ``step`` or an extra field, each with a
+            value of the structure that it has; ``apply_fn`` outside of a step.
+
+        Returns:
+          The state itself.
+
+        Raises:
+          AttributeError: if there is no such field.
+          VariableError: if a value does not fit.
+        """
+        for name, value in changes.items():
+            if name == "step":
+                self._step.assign(value)
+            elif name == "apply_fn" and current_program() is None:
+                self.apply_fn = value
+            elif name in self._trees and name != "keys":
+                self._trees[name].assign(value)
+            else:
+                fields = [name for name in self._trees if name != "keys"]
+                raise AttributeError(
+                    f"TrainState.replace cannot change {name!r} here; it can change step, {', '.join(fields)}."
+                )
+        return self
+
+    def __repr__(self) -> str:
+        count = sum(v.size for v in self._trees["params"].variables)
+        return f"<distrib.TrainState with {count:,} parameters: {', '.join(self._trees)}>"
+
+
+def _optimized(
+    tx: optax.GradientTransformation,
+    params: VariableTree,
+    opt_state: VariableTree,
+    olds: list[Any],
+    grads: list[Any],
+) -> list[Any]:
+    """Return the new parameters, optimizer state and step."""
+    count = len(params.variables)
+    old_params = params.build(olds[:count])
+    updates, new_state = tx.update(
+        params.build(grads), opt_state.build(olds[count:-1]), old_params
+    )
+    new_params = optax.apply_updates(old_params, updates)
+    return [*params.flatten(new_params), *opt_state.flatten(new_state), olds[-1] + 1]
+
+
+def _to_state_dict(state: TrainState) -> dict[str, Any]:
+    trees = {name: tree.build_data() for name, tree in state._trees.items()}  # noqa: SLF001 - same module
+    return {"step": state.step, **flax.serialization.to_state_dict(trees)}
+
+
+def _from_state_dict(state: TrainState, fields: dict[str, Any]) -> TrainState:
+    for name, tree in state._trees.items():  # noqa: SLF001 - same module
+        restored = flax.serialization.from_state_dict(tree.build_data(), fields[name], name)
+        for variable, leaf in zip(tree.variables, jax.tree.leaves(restored), strict=True):
+            variable.assign(leaf)
+    return state.replace(step=fields["step"])
+
+
+# Flax's own functions save and restore a state: to_bytes, msgpack_restore, from_state_dict.
+flax.serialization.register_serialization_state(TrainState, _to_state_dict, _from_state_dict)

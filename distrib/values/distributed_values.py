@@ -1,0 +1,187 @@
+"""Containers that hold one component for each replica.
+
+Between the strategy and the user a value that differs by replica is a :class:`PerReplica`, and a
+value whose copies agree is a :class:`Mirrored`. The components of a per-replica value that came out
+of a compiled step lie in one `jax.Array`, the *whole*, split over the devices; they are cut out of it
+only when somebody asks for them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from distrib.errors import PerReplicaError
+from distrib.platform.jax_compat import uncommitted
+
+
+class Layout(enum.Enum):
+    """How the components of a per-replica value lie in its whole."""
+
+    COMPONENTS = "components"
+    """There is no whole: the components are separate objects, and their shapes may differ."""
+    STACKED = "stacked"
+    """Whole ``[replica, ...]``; a component is one row, without the replica axis."""
+    CONCATENATED = "concatenated"
+    """Whole ``[replica * k, ...]``; a component is ``k`` consecutive rows, as in a batch."""
+    LOCAL = "local"
+    """Inside a step that is being traced: the value of whichever replica runs the program."""
+
+
+@jax.jit
+def _drop_replica_axis(component: jax.Array) -> jax.Array:
+    return component.reshape(component.shape[1:])
+
+
+class DistributedValues:
+    """Base of the values that have one component for each replica of this process."""
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components, in the order of the replicas of this process."""
+        raise TypeError(f"{type(self).__name__} holds no components of its own")
+
+    def __repr__(self) -> str:
+        lines = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(self.values))
+        return f"{type(self).__name__}:{{\n{lines}\n}}"
+
+
+class PerReplica(DistributedValues):
+    """One value for each replica.
+
+    It is not an array: pass it to ``strategy.run``, which hands each replica its component, or bring
+    it together with ``strategy.reduce`` or ``strategy.gather``.
+
+    Args:
+      values: the components, one for each replica of this process, in order.
+
+    >>> PerReplica([1, 2]).values
+    (1, 2)
+    """
+
+    __slots__ = ("_values", "layout", "local", "signature", "whole")
+
+    def __init__(self, values: Sequence[Any]):
+        self._values: tuple[Any, ...] | None = tuple(values)
+        self.layout = Layout.COMPONENTS
+        self.whole: jax.Array | None = None
+        self.local: Any = None
+        self.signature: tuple[Any, ...] | None = None
+
+    @classmethod
+    def stacked(cls, whole: jax.Array) -> PerReplica:
+        """Wrap ``[replica, ...]``, a row on each replica's device."""
+        return cls._from_whole(whole, Layout.STACKED)
+
+    @classmethod
+    def concatenated(cls, whole: jax.Array) -> PerReplica:
+        """Wrap ``[replica * k, ...]``, ``k`` rows on each replica's device."""
+        return cls._from_whole(whole, Layout.CONCATENATED)
+
+    @classmethod
+    def _from_whole(cls, whole: jax.Array, layout: Layout) -> PerReplica:
+        self = cls.__new__(cls)
+        self._values = None
+        self.whole = whole
+        self.layout = layout
+        self.local = None
+        self.signature = (layout, whole.shape, whole.dtype)
+        return self
+
+    @classmethod
+    def from_local(cls, local: Any) -> PerReplica:
+        """Wrap the traced value of the replica whose program is being built."""
+        self = cls.__new__(cls)
+        self._values = None
+        self.whole = None
+        self.layout = Layout.LOCAL
+        self.local = local
+        self.signature = None
+        return self
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components in the order of this process's replicas.
+
+        Inside a ``merge_call`` of a compiled step they are traced: reading them gathers the value
+        from every replica.
+        """
+        if self._values is None:
+            if self.layout is Layout.LOCAL:
+                gathered = jax.lax.all_gather(self.local, "replica")
+                return tuple(gathered[i] for i in range(gathered.shape[0]))
+            self._values = tuple(self._cut())
+        return self._values
+
+    def _cut(self) -> list[jax.Array]:
+        whole = self.whole
+        if whole is None:
+            raise TypeError("a per-replica value without components has no whole to cut")
+        pieces = [uncommitted(shard.data) for shard in local_shards(whole)]
+        if self.layout is Layout.STACKED:
+            pieces = [_drop_replica_axis(piece) for piece in pieces]
+        return pieces
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        raise PerReplicaError(
+            "A PerReplica is one value for each replica, and was used as one array outside of a replica. "
+            "Use it inside strategy.run, or combine it first with strategy.reduce or strategy.gather."
+        )
+
+
+class Mirrored(DistributedValues):
+    """One value of which every replica holds an equal copy.
+
+    Args:
+      values: the copies, one for each replica of this process, in order. The first is the value
+        that NumPy and JAX functions read.
+
+    >>> float(np.asarray(Mirrored([3.0, 3.0])))
+    3.0
+    """
+
+    __slots__ = ("_values", "whole")
+
+    def __init__(self, values: Sequence[Any]):
+        self._values: tuple[Any, ...] | None = tuple(values)
+        self.whole: jax.Array | None = None
+
+    @classmethod
+    def from_whole(cls, whole: jax.Array) -> Mirrored:
+        """Wrap an array that every device holds entire."""
+        self = cls.__new__(cls)
+        self._values = None
+        self.whole = whole
+        return self
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The copies in the order of this process's replicas."""
+        if self._values is None:
+            if self.whole is None:
+                raise TypeError("a Mirrored has neither copies nor a whole")
+            self._values = tuple(uncommitted(shard.data) for shard in local_shards(self.whole))
+        return self._values
+
+    def numpy(self) -> np.ndarray:
+        """Copy the first replica's value to the host."""
+        return np.array(self.values[0])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.values[0], dtype=dtype)
+
+    def __jax_array__(self) -> jax.Array:
+        return jax.numpy.asarray(self.values[0])
+
+    def __float__(self) -> float:
+        return float(np.asarray(self))
+
+
+def local_shards(whole: jax.Array) -> list[Any]:
+    """Return this process's shards of ``whole``, in the order of the mesh's devices."""
+    position = {device: i for i, device in enumerate(whole.sharding.mesh.devices.flat)}  # pyright: ignore[reportAttributeAccessIssue]
+    return sorted(whole.addressable_shards, key=lambda shard: position[shard.device])

@@ -1,0 +1,130 @@
+"""A pytree of variables that reads and is assigned as a pytree of arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distrib.context import current_program
+from distrib.errors import VariableError
+from distrib.platform import leaves_with_paths
+from distrib.variables.synchronization import VariableAggregation
+from distrib.variables.variable import Variable
+
+
+class VariableTree:
+    """A variable for each leaf of a tree.
+
+    Args:
+      tree: arrays and numbers; typed PRNG keys are kept as their key data.
+      name: the name of the tree; a variable is named by it and its path.
+      aggregation: how values that replicas assign are combined, of floating leaves; integers take
+        the first replica's.
+      trainable: whether the variables are trainable.
+    """
+
+    def __init__(
+        self,
+        tree: Any,
+        name: str,
+        aggregation: VariableAggregation = VariableAggregation.MEAN,
+        trainable: bool = False,
+    ):
+        self._name = name
+        self.treedef = jax.tree.structure(tree)
+        self.variables: list[Variable] = []
+        self._key_impls: list[Any] = []
+        for path, leaf in leaves_with_paths({name: tree}):
+            impl = _key_impl(leaf)
+            value = leaf if impl is None else jax.random.key_data(leaf)
+            floating = jnp.issubdtype(jnp.result_type(value), jnp.inexact)
+            self._key_impls.append(impl)
+            self.variables.append(
+                Variable(
+                    value,
+                    trainable=trainable,
+                    name=path,
+                    aggregation=aggregation if floating else VariableAggregation.ONLY_FIRST_REPLICA,
+                )
+            )
+
+    def value(self) -> Any:
+        """Return the tree of current values.
+
+        In a replica these are its values. Outside they are arrays with all of their copies, as they
+        lie on the devices; they are snapshots, which training does not change.
+        """
+        program = current_program()
+        if program is None:
+            return self.build([v.storage.whole() for v in self.variables])
+        return self.build([program.read(v) for v in self.variables])
+
+    def build(self, leaves: Any) -> Any:
+        """Return the tree with these arrays, one for each variable, as leaves."""
+        wrapped = [
+            leaf if impl is None else jax.random.wrap_key_data(leaf, impl=impl)
+            for leaf, impl in zip(leaves, self._key_impls, strict=True)
+        ]
+        return jax.tree.unflatten(self.treedef, wrapped)
+
+    def build_data(self) -> Any:
+        """Return the tree of current values with keys as their key data, which can be saved."""
+        return jax.tree.unflatten(self.treedef, [v.storage.whole() for v in self.variables])
+
+    def flatten(self, tree: Any) -> list[Any]:
+        """Return the leaves of a tree of the same structure, keys as their key data.
+
+        Raises:
+          VariableError: if the structure or a shape differs; the message names the first difference.
+        """
+        with_paths = leaves_with_paths({self._name: tree})
+        if jax.tree.structure(tree) != self.treedef:
+            mine, given = {v.name for v in self.variables}, {path for path, _ in with_paths}
+            difference = sorted(mine ^ given)
+            raise VariableError(
+                f"The tree given for {self._name} has another structure: "
+                f"{difference[0] + ' is in one of them only' if difference else jax.tree.structure(tree)}. "
+                f"Give a tree like {self._name}, with the same keys."
+            )
+        leaves = [
+            leaf if impl is None else jax.random.key_data(leaf)
+            for (_, leaf), impl in zip(with_paths, self._key_impls, strict=True)
+        ]
+        for variable, leaf in zip(self.variables, leaves, strict=True):
+            if jnp.shape(leaf) != variable.shape:
+                raise VariableError(
+                    f"{variable.name} has shape {variable.shape}, and was given a value of shape {jnp.shape(leaf)}."
+                )
+        return leaves
+
+    def assign(self, tree: Any) -> None:
+        """Assign a tree of the same structure; in a replica, combined over the replicas first.
+
+        A mean is weighted by the examples of each replica.
+
+        Raises:
+          VariableError: if structure, a shape or a dtype does not fit.
+        """
+        leaves = self.flatten(tree)
+        program = current_program()
+        if program is None:
+            for variable, leaf in zip(self.variables, leaves, strict=True):
+                variable.assign(leaf)
+            return
+        floating = [i for i, v in enumerate(self.variables) if jnp.issubdtype(v.dtype, jnp.inexact)]
+        means = [i for i in floating if self.variables[i].aggregation is VariableAggregation.MEAN]
+        combined = program.combine([leaves[i] for i in means], "MEAN")
+        if means:
+            chosen = [self.variables[i] for i in means]
+            program.update(chosen, lambda olds, new: new, combined)
+        for i in set(range(len(leaves))) - set(means):
+            self.variables[i].assign(leaves[i])
+
+
+def _key_impl(leaf: Any) -> Any:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.random.key_impl(leaf)
+    return None

@@ -78,8 +78,13 @@ def all_reduce(
             a if jnp.issubdtype(a.dtype, jnp.inexact) else a.astype(jnp.result_type(float))
             for a in arrays
         ]
-    limit = (options or CommunicationOptions()).pack_limit
-    sums = map_packed(lambda x: ops.sum_over_replicas(x, num_replicas), arrays, limit)
+    options = options or CommunicationOptions()
+    sums = map_packed(
+        lambda x: ops.sum_over_replicas(x, num_replicas),
+        arrays,
+        options.pack_limit,
+        options.tensor_limit,
+    )
     if op is ReduceOp.MEAN:
         sums = [s / num_replicas if scale is None else s * jnp.asarray(scale, s.dtype) for s in sums]
     return jax.tree.unflatten(treedef, sums)

@@ -13,13 +13,16 @@ import jax
 import jax.numpy as jnp
 
 
-def plan_packs(sizes: Sequence[int], dtypes: Sequence[object], limit: int) -> list[list[int]]:
+def plan_packs(
+    sizes: Sequence[int], dtypes: Sequence[object], limit: int, tensor_limit: int | None = None
+) -> list[list[int]]:
     """Group tensors into packs.
 
     Args:
       sizes: the size of each tensor, in bytes.
       dtypes: the dtype of each.
       limit: the largest pack, in bytes.
+      tensor_limit: the largest tensor that shares a pack, in bytes; by default ``limit``.
 
     Returns:
       Lists of positions. Each position stands in exactly one list; the tensors of a list have one
@@ -30,7 +33,11 @@ def plan_packs(sizes: Sequence[int], dtypes: Sequence[object], limit: int) -> li
     """
     packs: list[list[int]] = []
     open_pack: dict[object, tuple[list[int], int]] = {}
+    tensor_limit = limit if tensor_limit is None else tensor_limit
     for position, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True)):
+        if size > tensor_limit:
+            packs.append([position])
+            continue
         pack, used = open_pack.get(dtype, (None, 0))
         if pack is None or used + size > limit:
             pack, used = [], 0
@@ -41,7 +48,10 @@ def plan_packs(sizes: Sequence[int], dtypes: Sequence[object], limit: int) -> li
 
 
 def map_packed(
-    fn: Callable[[jax.Array], jax.Array], leaves: Sequence[jax.Array], limit: int
+    fn: Callable[[jax.Array], jax.Array],
+    leaves: Sequence[jax.Array],
+    limit: int,
+    tensor_limit: int | None = None,
 ) -> list[jax.Array]:
     """Apply ``fn``, which keeps shape and works element by element, to few packs instead of many leaves.
 
@@ -49,13 +59,14 @@ def map_packed(
       fn: called with one array for each pack: the leaf itself if it is alone, else ``[elements]``.
       leaves: arrays of any shapes and dtypes.
       limit: the largest pack, in bytes.
+      tensor_limit: the largest leaf that shares a pack, in bytes; by default ``limit``.
 
     Returns:
       The results, in the shapes and the order of ``leaves``.
     """
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]
     results: list[jax.Array | None] = [None] * len(leaves)
-    for pack in plan_packs(sizes, [leaf.dtype for leaf in leaves], limit):
+    for pack in plan_packs(sizes, [leaf.dtype for leaf in leaves], limit, tensor_limit):
         if len(pack) == 1:
             results[pack[0]] = fn(leaves[pack[0]])
             continue

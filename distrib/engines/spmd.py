@@ -6,6 +6,7 @@ does. The work of a call in Python is a look-up, one call of the compiled progra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -244,11 +245,12 @@ def stack_parts(parts: Sequence[Any], dtype: Any, mesh: Mesh) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, split(mesh), rows)
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def _padded(part: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.pad(part, [(0, full - mine) for full, mine in zip(shape, part.shape, strict=True)])
+
+
 def stack_padded(value: PerReplica, form: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.Array:
     """Stack components of unequal shapes, filled up with zeros to ``form`` ``[replica, ...]``."""
-    parts = []
-    for part in value.values:
-        part = np.asarray(part)
-        widths = [(0, full - mine) for full, mine in zip(form.shape[1:], part.shape, strict=True)]
-        parts.append(np.pad(part, widths))
+    parts = [_padded(part, form.shape[1:]) for part in value.values]
     return stack_parts(parts, form.dtype, mesh)

@@ -10,6 +10,7 @@ from distrib.platform.devices import (
 from distrib.platform.jax_compat import (
     Device,
     backends_initialized,
+    bind_equation,
     jaxpr_function,
     trace_token,
     uncommitted,
@@ -23,6 +24,7 @@ __all__ = [
     "Device",
     "REPLICA_AXIS",
     "backends_initialized",
+    "bind_equation",
     "device_string",
     "ensure_thread_pool",
     "jaxpr_function",

@@ -147,3 +147,16 @@ def _token_outside_every_trace() -> Any:
     thread.start()
     thread.join()
     return tokens[0]
+
+
+def bind_equation(equation: Any, values: list[Any]) -> list[Any]:
+    """Apply one equation of a jaxpr to values, and return its results.
+
+    >>> closed = jax.make_jaxpr(lambda x: x + 1)(3)
+    >>> [int(value) for value in bind_equation(closed.jaxpr.eqns[0], [3, 1])]
+    [4]
+    """
+    parameters = equation.primitive.get_bind_params(equation.params)
+    with equation.ctx.manager:
+        results = equation.primitive.bind(*values, **parameters)
+    return list(results) if equation.primitive.multiple_results else [results]

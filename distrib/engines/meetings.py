@@ -1,0 +1,193 @@
+"""The program of a replica as a list of stretches between its meetings with the others.
+
+A meeting is a collective over the replicas. Programs that were traced for different shapes meet in the
+same order, if the user's function does not branch on shapes around its collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from distrib.engines.varying import mentions, sub_jaxpr
+from distrib.errors import UnevenReplicasError
+from distrib.platform.jax_compat import bind_equation, jaxpr_function
+from distrib.platform.mesh import REPLICA_AXIS
+
+_COLLECTIVES = (
+    "psum",
+    "psum_invariant",
+    "pmax",
+    "pmin",
+    "all_gather",
+    "all_gather_invariant",
+    "ppermute",
+    "all_to_all",
+    "reduce_scatter",
+)
+_LOOPS = ("scan", "while", "cond")
+
+
+def is_meeting(equation: Any) -> bool:
+    """Tell whether an equation is a collective over the replicas."""
+    if equation.primitive.name not in _COLLECTIVES:
+        return False
+    axes = equation.params.get("axes", equation.params.get("axis_name"))
+    return axes == REPLICA_AXIS or (isinstance(axes, tuple | list) and REPLICA_AXIS in axes)
+
+
+def _contains_meeting(equation: Any) -> bool:
+    return any(mentions(equation, name) for name in _COLLECTIVES)
+
+
+def is_literal(atom: Any) -> bool:
+    """Tell whether an operand is a constant that stands in the equation."""
+    return hasattr(atom, "val")
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """A jaxpr, cut at its meetings.
+
+    Attributes:
+      jaxpr: the whole, closed; its meetings stand at the top level.
+      stretches: the equations before the first meeting, between meetings, and after the last.
+      meetings: the collectives, one fewer than there are stretches.
+    """
+
+    jaxpr: Any
+    stretches: tuple[tuple[Any, ...], ...]
+    meetings: tuple[Any, ...]
+
+    @property
+    def inputs(self) -> Sequence[Any]:
+        """The variables of the inputs."""
+        return self.jaxpr.jaxpr.invars
+
+    @property
+    def outputs(self) -> Sequence[Any]:
+        """The atoms of the outputs."""
+        return self.jaxpr.jaxpr.outvars
+
+    def constants(self) -> dict[Any, Any]:
+        """Return the values of the constants."""
+        return dict(zip(self.jaxpr.jaxpr.constvars, self.jaxpr.consts, strict=True))
+
+
+def cut(closed: Any, num_replicas: int) -> Stretches:
+    """Cut a program at its meetings, those inside of calls included.
+
+    Raises:
+      UnevenReplicasError: if a loop or a conditional contains a meeting.
+    """
+    while any(_is_call_with_meeting(e) for e in closed.jaxpr.eqns):
+        closed = jax.make_jaxpr(_inlining(closed), axis_env=[(REPLICA_AXIS, num_replicas)])(
+            *[jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]
+        )
+    stretches: list[list[Any]] = [[]]
+    meetings = []
+    for equation in closed.jaxpr.eqns:
+        if is_meeting(equation):
+            meetings.append(equation)
+            stretches.append([])
+        else:
+            stretches[-1].append(equation)
+    return Stretches(closed, tuple(tuple(s) for s in stretches), tuple(meetings))
+
+
+def _is_call_with_meeting(equation: Any) -> bool:
+    if is_meeting(equation) or not _contains_meeting(equation):
+        return False
+    inner = sub_jaxpr(equation)
+    if equation.primitive.name in _LOOPS or inner is None:
+        raise UnevenReplicasError(
+            f"The replicas have batches of unequal sizes, and the step has a collective inside of a "
+            f"{equation.primitive.name}: they cannot be brought together there. Pass drop_remainder=True, or choose "
+            "a batch size that divides over the replicas."
+        )
+    return True
+
+
+def _inlining(closed: Any) -> Callable[..., list[Any]]:
+    """Return the function of a jaxpr that takes calls with meetings apart, one level of them."""
+
+    def evaluate(*inputs: Any) -> list[Any]:
+        jaxpr = closed.jaxpr
+        values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        values.update(zip(jaxpr.invars, inputs, strict=True))
+        for equation in jaxpr.eqns:
+            operands = [look_up(values, atom) for atom in equation.invars]
+            if _is_call_with_meeting(equation):
+                inner = sub_jaxpr(equation)
+                constants = getattr(_closed(equation), "consts", [])
+                call = jaxpr_function(jax.extend.core.ClosedJaxpr(inner, constants))
+                results = call(*operands[len(operands) - len(inner.invars) :])
+            else:
+                results = bind_equation(equation, operands)
+            values.update(zip(equation.outvars, results, strict=True))
+        return [look_up(values, atom) for atom in jaxpr.outvars]
+
+    return evaluate
+
+
+def _closed(equation: Any) -> Any:
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if name in equation.params:
+            return equation.params[name]
+    return None
+
+
+def look_up(values: dict[Any, Any], atom: Any) -> Any:
+    """Return the value of an operand."""
+    return atom.val if is_literal(atom) else values[atom]
+
+
+def needed(stretches: Stretches, outputs: Sequence[Any]) -> set[Any]:
+    """Return the variables on which some outputs and all meetings depend."""
+    wanted = {atom for atom in outputs if not is_literal(atom)}
+    for index in range(len(stretches.stretches) - 1, -1, -1):
+        for equation in reversed(stretches.stretches[index]):
+            if equation.effects or any(v in wanted for v in equation.outvars):
+                wanted.update(a for a in equation.invars if not is_literal(a))
+        if index:
+            wanted.update(a for a in stretches.meetings[index - 1].invars if not is_literal(a))
+    return wanted
+
+
+def is_mean(stretches: Stretches, index: int, operand: int, num_replicas: int) -> bool:
+    """Tell whether a sum over the replicas is a step of a mean, as `jax.lax.pmean` makes it.
+
+    A mean is a sum that is divided by the number of replicas, and nothing else is made of the sum; its
+    gradient is the sum of something divided by that number. With unequal batches a replica counts in
+    such a mean as often as it has examples, so that synchronised batch normalisation gives the
+    statistics of the whole batch. The gradient is then weighted in the same way: each replica stands
+    for as many equal ones as it has examples.
+    """
+    meeting = stretches.meetings[index]
+    if meeting.primitive.name not in ("psum", "psum_invariant"):
+        return False
+
+    def divides(equation: Any) -> bool:
+        by = equation.invars[1] if equation.primitive.name == "div" else None
+        return is_literal(by) and float(getattr(by, "val", 0.0)) == num_replicas
+
+    equations = [e for stretch in stretches.stretches for e in stretch]
+    total, summand = meeting.outvars[operand], meeting.invars[operand]
+    users = [e for e in (*equations, *stretches.meetings) if total in _variables(e)]
+    if users and total not in _output_variables(stretches):
+        if all(divides(e) and e.invars[0] is total for e in users):
+            return True
+    makers = [e for e in equations if any(v is summand for v in e.outvars)]
+    users = [e for e in (*equations, *stretches.meetings) if summand in _variables(e)]
+    return len(makers) == 1 and divides(makers[0]) and len(users) == 1
+
+
+def _variables(equation: Any) -> list[Any]:
+    return [a for a in equation.invars if not is_literal(a)]
+
+
+def _output_variables(stretches: Stretches) -> list[Any]:
+    return [a for a in stretches.outputs if not is_literal(a)]

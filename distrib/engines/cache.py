@@ -9,55 +9,68 @@ from typing import Any
 
 from absl import logging
 
+from distrib.engines.captures import captures
 from distrib.variables import Variable
 
 WARN_AT = 5
 """A function compiled this often is probably compiled at every step."""
 
 
+class Entries(dict[Any, Any]):
+    """The compiled steps of one function by signature; a dictionary that takes weak references."""
+
+    __slots__ = ("__weakref__",)
+
+
 class CompileCache:
     """Compiled steps by function and signature.
 
-    A function's entries go when the function does; an entry goes when a variable that it uses does, so
-    that a function whose global ``state`` is made anew is compiled anew.
+    A function's entries go when the function does. An entry goes when a variable that it uses does, and
+    is not used any more when a name by which the function found one means another object.
     """
 
     def __init__(self) -> None:
-        self._by_function: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._by_function: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._by_code: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
-    def entries(self, fn: Callable[..., Any]) -> dict[Any, Any]:
-        """Return the entries of ``fn`` by signature: a mutable mapping, to be filled."""
-        if isinstance(fn, types.MethodType):
-            # A bound method is a new object at each look-up; what lasts is the instance.
-            of_instance = self._mapping(fn.__self__)
-            return of_instance.setdefault(fn.__func__, {})
-        return self._mapping(fn)
-
-    def _mapping(self, key: Any) -> dict[Any, Any]:
-        try:
-            return self._by_function.setdefault(key, {})
-        except TypeError:
-            raise TypeError(
-                f"strategy.run got {key!r} of type {type(key).__name__}, which cannot be remembered: "
-                "it is not hashable, or takes no weak references. Wrap it in a function."
-            ) from None
+    def find(self, fn: Callable[..., Any], signature: Any) -> Any:
+        """Return the compiled step, or None."""
+        step = self._entries(fn).get(signature)
+        if step is not None and all(capture.holds() for capture in step.captures):
+            return step
+        return None
 
     def add(
-        self, fn: Callable[..., Any], signature: Any, entry: Any, variables: Sequence[Variable]
+        self, fn: Callable[..., Any], signature: Any, step: Any, variables: Sequence[Variable]
     ) -> None:
         """Remember a compiled step until its function or one of ``variables`` dies."""
-        entries = self.entries(fn)
-        entries[signature] = entry
-        entries_ref = _WeakDict(entries)
+        entries = self._entries(fn)
+        entries[signature] = step
+        held_weakly = weakref.ref(entries)
 
         def forget(_: Any) -> None:
-            entries_ref.pop(signature)
+            remaining, dead = held_weakly(), step_held_weakly()
+            # The step may be gone already, or another made for its signature since.
+            if remaining is not None and dead is not None and remaining.get(signature) is dead:
+                del remaining[signature]
 
-        entry.watches = [weakref.ref(v, forget) for v in variables]
+        step_held_weakly = weakref.ref(step)
+        step.watches = [weakref.ref(v, forget) for v in variables]
+        step.captures = captures(fn)
         self._count(fn, signature)
+
+    def _entries(self, fn: Callable[..., Any]) -> Entries:
+        try:
+            if isinstance(fn, types.MethodType):
+                # A bound method is a new object at each look-up; what lasts is the instance.
+                methods = self._by_function.setdefault(fn.__self__, {})
+                return methods.setdefault(fn.__func__, Entries())
+            return self._by_function.setdefault(fn, Entries())
+        except TypeError:
+            raise TypeError(
+                f"strategy.run got {fn!r} of type {type(fn).__name__}, which cannot be remembered: it, or the object "
+                "it is a method of, is not hashable or takes no weak references. Wrap it in a function."
+            ) from None
 
     def _count(self, fn: Callable[..., Any], signature: Any) -> None:
         code = getattr(fn, "__code__", None)
@@ -76,20 +89,6 @@ class CompileCache:
             )
 
 
-class _WeakDict:
-    """The mapping of a function's entries, held by the callbacks of variables that may outlive it.
-
-    An entry holds its callbacks; a callback that held the mapping would close a cycle, which only the
-    garbage collector could take apart.
-    """
-
-    def __init__(self, entries: dict[Any, Any]):
-        self._entries = entries
-
-    def pop(self, signature: Any) -> None:
-        self._entries.pop(signature, None)
-
-
 def what_changed(signatures: Sequence[Any]) -> str:
     """Say how the last signature of a function differs from the one before.
 
@@ -99,8 +98,8 @@ def what_changed(signatures: Sequence[Any]) -> str:
     before, after = signatures[-2], signatures[-1]
     if before == after:
         return (
-            "Its arguments did not change: it is a new function object each time, made in a loop or by a lambda. "
-            "Define it once, outside of the loop."
+            "Its arguments did not change: it is a new function object each time, made in a loop or by a lambda, or it "
+            "finds another object with variables each time. Define it once, and pass the object as an argument."
         )
     if before[0] != after[0]:
         return f"The structure of its arguments changed from {before[0]} to {after[0]}."

@@ -93,8 +93,7 @@ class SpmdEngine:
             for leaf in leaves
         )
         signature = (treedef, keys, nnx.key() if nnx else None)
-        entries = self._cache.entries(fn)
-        step = entries.get(signature)
+        step = self._cache.find(fn, signature)
         if step is None:
             step, variables = self._make(fn, treedef, leaves, keys, nnx)
             self._cache.add(fn, signature, step, variables)

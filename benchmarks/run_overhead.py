@@ -168,7 +168,7 @@ def show_profile(call: Callable[[], Any], calls: int) -> None:
         result = call()
         profile.disable()
         wait_for(result)
-    print(f"Own time a call under cProfile, the {15} largest:")
+    print("Own time a call under cProfile, the 15 largest:")
     stats: Any = pstats.Stats(profile)
     by_own_time = sorted(stats.stats.items(), key=lambda item: -item[1][2])
     for (path, line, name), (_, count, own, _, _) in itertools.islice(by_own_time, 15):

@@ -28,7 +28,7 @@ class TracedValueError(DistribError, TypeError):
 
 
 class NestedTraceError(DistribError, RuntimeError):
-    """A variable was changed, or ``run`` called, inside a JAX transformation that cannot carry it."""
+    """A variable was changed, or ``run`` called, where a JAX transformation cannot carry it."""
 
 
 class OutputError(DistribError, TypeError):

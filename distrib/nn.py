@@ -15,14 +15,14 @@ def compute_average_loss(
 ) -> Any:
     """Return this replica's part of the mean loss over the global batch.
 
-    Sum it over the replicas (``strategy.reduce("SUM", ...)``, ``apply_gradients(aggregation="SUM")``) and
-    the result is the mean over all examples.
+    Sum it over the replicas (``strategy.reduce("SUM", ...)``,
+    ``apply_gradients(aggregation="SUM")``) and the result is the mean over all examples.
 
     Args:
       per_example_loss: ``[batch, ...]``, a loss for each example of this replica.
       sample_weight: weights that broadcast against the loss, or None.
-      global_batch_size: what to divide by; by default the number of examples of all replicas, which is
-        exact for a last, uneven batch too.
+      global_batch_size: what to divide by; by default the number of examples of all replicas, which
+        is exact for a last, uneven batch too.
 
     Returns:
       A scalar: the sum of the losses divided by the global batch size.
@@ -36,7 +36,8 @@ def compute_average_loss(
     loss = jnp.asarray(per_example_loss)
     if loss.ndim == 0 and global_batch_size is None:
         raise ValueError(
-            "per_example_loss is a scalar, so the number of examples is unknown: keep the loss of each example "
+            "per_example_loss is a scalar, so the number of examples is unknown: keep the loss of "
+            "each example "
             "(reduction='none'), or pass global_batch_size."
         )
     if not jnp.issubdtype(loss.dtype, jnp.inexact):

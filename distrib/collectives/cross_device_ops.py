@@ -25,7 +25,7 @@ class CrossDeviceOps(Protocol):
 
 
 class NcclAllReduce:
-    """All-reduce as XLA does it: NCCL on GPUs, shared memory between the CPU devices of a process."""
+    """All-reduce as XLA does it: by NCCL on GPUs, through shared memory on CPU devices."""
 
     def sum_over_replicas(self, value: jax.Array, num_replicas: int) -> jax.Array:
         """Return the sum of ``value`` over the replicas, in its own shape."""

@@ -31,7 +31,8 @@ def check_arrays(tree: Any, what: str) -> list[jax.Array]:
     for path, leaf in leaves_with_paths(tree):
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
             raise TypeError(
-                f"{what} got {leaf!r} of type {type(leaf).__name__} at {path or 'its root'}, which is not an array. "
+                f"{what} got {leaf!r} of type {type(leaf).__name__} at {path or 'its root'}, "
+                "which is not an array. "
                 "Wrap it in jnp.asarray(...): a Python value is the same on every replica."
             )
         arrays.append(jnp.asarray(leaf))
@@ -70,7 +71,8 @@ def all_reduce(
         dtype = jnp.asarray(leaf).dtype
         if dtype == jnp.bool_ or not jnp.issubdtype(dtype, jnp.number):
             raise AggregationError(
-                f"all_reduce({op.name}) cannot add values of dtype {dtype} at {path or 'the root'}: "
+                f"all_reduce({op.name}) cannot add values of dtype {dtype} at "
+                f"{path or 'the root'}: "
                 "convert them to a number first, with .astype(jnp.int32) for one."
             )
     if op is ReduceOp.MEAN:
@@ -86,7 +88,9 @@ def all_reduce(
         options.tensor_limit,
     )
     if op is ReduceOp.MEAN:
-        sums = [s / num_replicas if scale is None else s * jnp.asarray(scale, s.dtype) for s in sums]
+        sums = [
+            s / num_replicas if scale is None else s * jnp.asarray(scale, s.dtype) for s in sums
+        ]
     return jax.tree.unflatten(treedef, sums)
 
 
@@ -103,7 +107,8 @@ def all_gather(tree: Any, axis: int) -> Any:
     for array in arrays:
         if not -array.ndim <= axis < array.ndim:
             raise ValueError(
-                f"all_gather along axis {axis} got an array of shape {array.shape}, which has no such axis. "
+                f"all_gather along axis {axis} got an array of shape {array.shape}, which has no "
+                "such axis. "
                 "Scalars can be gathered as x[None] along axis 0."
             )
         gathered.append(jax.lax.all_gather(array, REPLICA_AXIS, axis=axis % array.ndim, tiled=True))

@@ -53,7 +53,7 @@ def map_packed(
     limit: int,
     tensor_limit: int | None = None,
 ) -> list[jax.Array]:
-    """Apply ``fn``, which keeps shape and works element by element, to few packs instead of many leaves.
+    """Apply ``fn``, which works element by element, to few packs instead of many leaves.
 
     Args:
       fn: called with one array for each pack: the leaf itself if it is alone, else ``[elements]``.

@@ -32,7 +32,8 @@ def get_replica_context() -> ReplicaContext | None:
 
     Returns:
       The :class:`ReplicaContext` inside ``strategy.run``; the default one (replica 0 of 1) outside
-      any strategy; None in cross-replica context: in a scope outside ``run``, or in a merge function.
+      any strategy; None in cross-replica context: in a scope outside ``run``, or in a merge
+      function.
 
     >>> get_replica_context().num_replicas_in_sync
     1
@@ -71,7 +72,8 @@ def require_cross_replica_context(strategy: Any, what: str, instead: str) -> Non
     require_same_strategy(strategy)
     if frame.replica is not None:
         raise ContextError(
-            f"{what} requires being in cross-replica context, but it was called inside strategy.run: "
+            f"{what} requires being in cross-replica context, but it was called inside "
+            "strategy.run: "
             f"{instead}."
         )
 
@@ -85,6 +87,7 @@ def require_same_strategy(strategy: Any) -> None:
     current = stack.current_frame().strategy
     if current is not strategy and current is not stack.default_frame().strategy:
         raise ContextError(
-            f"Mixing different distrib.Strategy objects: {strategy!r} is not {current!r}, whose scope this is. "
+            f"Mixing different distrib.Strategy objects: {strategy!r} is not {current!r}, whose "
+            "scope this is. "
             "Leave that scope first, or use the strategy that it belongs to."
         )

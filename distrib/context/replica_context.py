@@ -77,7 +77,8 @@ class ReplicaContext:
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
         """Reduce ``value`` over the replicas; every replica gets the result.
 
-        Collective: every replica must call it. Differentiable, and its gradient is the all-reduce of
+        Collective: every replica must call it. Differentiable, and its gradient is the all-reduce
+          of
         the incoming gradients with the same op, as in tf.distribute.
 
         Args:

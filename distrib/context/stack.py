@@ -1,4 +1,4 @@
-"""The thread-local stack of contexts: whose code is running, for which replica, in which program."""
+"""The thread-local stack of contexts: whose code runs, for which replica, in which program."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ReplicaProgram(Protocol):
         ...
 
     def update(self, variables: Any, apply: Any, operand: Any) -> None:
-        """Record that ``variables`` become ``apply(old values, operand)``, equal on every replica."""
+        """Record that ``variables`` become ``apply(old values, operand)`` on every replica."""
         ...
 
     def all_reduce(self, op: Any, value: Any, options: Any) -> Any:

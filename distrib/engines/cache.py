@@ -1,4 +1,4 @@
-"""The programs that have been made, for each function; none keeps its function or variables alive."""
+"""The programs that have been made; none keeps its function or its variables alive."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Entries(dict[Any, Any]):
 class CompileCache:
     """Compiled steps by function and signature.
 
-    A function's entries go when the function does. An entry goes when a variable that it uses does, and
-    is not used any more when a name by which the function found one means another object.
+    A function's entries go when the function does. An entry goes when a variable that it uses does,
+    and is not used any more when a name by which the function found one means another object.
     """
 
     def __init__(self) -> None:
@@ -68,8 +68,10 @@ class CompileCache:
             return self._by_function.setdefault(fn, Entries())
         except TypeError:
             raise TypeError(
-                f"strategy.run got {fn!r} of type {type(fn).__name__}, which cannot be remembered: it, or the object "
-                "it is a method of, is not hashable or takes no weak references. Wrap it in a function."
+                f"strategy.run got {fn!r} of type {type(fn).__name__}, which cannot be "
+                "remembered: it, or the object "
+                "it is a method of, is not hashable or takes no weak references. Wrap it in a "
+                "function."
             ) from None
 
     def _count(self, fn: Callable[..., Any], signature: Any) -> None:
@@ -98,8 +100,10 @@ def what_changed(signatures: Sequence[Any]) -> str:
     before, after = signatures[-2], signatures[-1]
     if before == after:
         return (
-            "Its arguments did not change: it is a new function object each time, made in a loop or by a lambda, or it "
-            "finds another object with variables each time. Define it once, and pass the object as an argument."
+            "Its arguments did not change: it is a new function object each time, made in a loop "
+            "or by a lambda, or it "
+            "finds another object with variables each time. Define it once, and pass the object "
+            "as an argument."
         )
     if before[0] != after[0]:
         return f"The structure of its arguments changed from {before[0]} to {after[0]}."
@@ -109,7 +113,9 @@ def what_changed(signatures: Sequence[Any]) -> str:
         if old != new
     ]
     changed = "; ".join(changes) or "An object or NNX module among its arguments changed"
-    return f"{changed}. Keep shapes and dtypes the same (pad, or drop the last batch) to compile once."
+    return (
+        f"{changed}. Keep shapes and dtypes the same (pad, or drop the last batch) to compile once."
+    )
 
 
 def _shown(leaf: Any) -> str:

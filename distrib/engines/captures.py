@@ -1,7 +1,8 @@
 """The objects with variables that a function finds by name: its globals and its closure.
 
-A program is made of the variables that the function found when it was traced. If the name ``state`` means
-another object at the next call, the program must be made anew, or it would go on training the old one.
+A program is made of the variables that the function found when it was traced. If the name ``state``
+means another object at the next call, the program must be made anew, or it would go on training the
+old one.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Capture:
         try:
             self._ref: Callable[[], Any] = weakref.ref(value)
         except TypeError:
-            # Dictionaries, lists and tuples take no weak references. Their identity has to do, and is
-            # enough while their variables live: the program goes when one of those dies.
+            # Dictionaries, lists and tuples take no weak references. Their identity has to do, and
+            # is enough while their variables live: the program goes when one of those dies.
             identity = id(value)
             self._ref = lambda: look_up() if id(look_up()) == identity else None
 
@@ -42,7 +43,7 @@ class Capture:
 
 
 def captures(fn: Callable[..., Any]) -> list[Capture]:
-    """Return the names by which ``fn`` reaches variables, through functions of its own module too."""
+    """Return the names by which ``fn``, or a function of its module, finds variables."""
     inner = getattr(fn, "__func__", fn)
     return list(_captures(inner, set())) if isinstance(inner, types.FunctionType) else []
 

@@ -55,8 +55,10 @@ class SpmdEngine:
         """
         if under_trace():
             raise NestedTraceError(
-                "strategy.run was called inside a JAX transformation (jax.jit, jax.grad, lax.scan ...), where its "
-                "variables cannot be written back. run compiles its function by itself: call it from plain Python, "
+                "strategy.run was called inside a JAX transformation (jax.jit, jax.grad, lax.scan "
+                "...), where its "
+                "variables cannot be written back. run compiles its function by itself: call it "
+                "from plain Python, "
                 "and put jax.jit or jax.grad inside the function."
             )
         fn = _unjitted(fn)
@@ -108,7 +110,9 @@ class SpmdEngine:
         nnx: NnxState | None,
     ) -> tuple[Step, Sequence[Any]]:
         size = self._mesh.devices.size
-        array_leaves = [x for x, (kind, _) in zip(leaves, keys, strict=True) if kind is not Kind.OBJECT]
+        array_leaves = [
+            x for x, (kind, _) in zip(leaves, keys, strict=True) if kind is not Kind.OBJECT
+        ]
         array_keys = [key for key in keys if key[0] is not Kind.OBJECT]
         rebuild = _rebuilder(treedef, leaves, keys)
         varying = tuple(kind is not Kind.EVERYWHERE for kind, _ in array_keys)

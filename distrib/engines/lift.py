@@ -3,8 +3,8 @@
     (values read, inputs of this replica)  ->  (outputs, updates)
 
 The function is traced once, for abstract values, with every living variable of the strategy as a
-possible input. What it read and changed is known afterwards; the variables it did not touch are left
-out of the program.
+possible input. What it read and changed is known afterwards; the variables it did not touch are
+left out of the program.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Lifted:
     """A step as a pure function.
 
     Attributes:
-      jaxpr: ``(leaves, NNX arrays, variables) -> (outputs, NNX changes, new values or operands)``, all
-        flat, for one replica.
+      jaxpr: ``(leaves, NNX arrays, variables) -> (outputs, NNX changes, new values or operands)``,
+        all flat, for one replica.
       variables: the variables that are inputs of ``jaxpr``, read or not.
       reads: those of them that the step reads.
       writes: those that it changes in the program: their new values are outputs.
@@ -126,9 +126,7 @@ def lift(
     variables = live_variables(strategy)
     while True:
         try:
-            return _trace(
-                strategy, call, variables, num_replicas, ops, deferred, weights, devices
-            )
+            return _trace(strategy, call, variables, num_replicas, ops, deferred, weights, devices)
         except UnknownVariable as unknown:
             # A variable of another strategy, or of none. It is an input like the others.
             variables = [*variables, unknown.variable]
@@ -152,9 +150,7 @@ def _trace(
         leaves, nnx_arrays = flat[:num_leaves], flat[num_leaves : num_leaves + num_nnx]
         values = flat[num_leaves + num_nnx :]
         inputs = {id(v): (v, x) for v, x in zip(variables, values, strict=True)}
-        program = Program(
-            strategy, num_replicas, ops, inputs, deferred=deferred, weights=weights
-        )
+        program = Program(strategy, num_replicas, ops, inputs, deferred=deferred, weights=weights)
         trace.program = program
         replica_id = np.int32(0) if num_replicas == 1 else jax.lax.axis_index(REPLICA_AXIS)
         objects: tuple[Any, ...] = ()
@@ -179,7 +175,8 @@ def _trace(
         raise _traced_value_error(error) from error
     except jax.errors.UnexpectedTracerError as error:
         raise TracedValueError(
-            f"The step let a traced value escape, or used one that escaped from another step: {error}"
+            "The step let a traced value escape, or used one that escaped from another step: "
+            f"{error}"
         ) from error
     program = trace.program
     if program is None:
@@ -202,8 +199,10 @@ def _trace(
 def _traced_value_error(error: Exception) -> TracedValueError:
     gist = str(error).splitlines()[0]
     return TracedValueError(
-        "Python code in a step needed the value of an array that is known only when the step runs: an `if`, a `while`, "
-        "float(), int() or NumPy, on the replica id or on data. One compiled program serves every replica and every "
+        "Python code in a step needed the value of an array that is known only when the step "
+        "runs: an `if`, a `while`, "
+        "float(), int() or NumPy, on the replica id or on data. One compiled program serves every "
+        "replica and every "
         "batch. Choose with jnp.where or jax.lax.cond, and print with jax.debug.print. "
         f"JAX says: {gist}"
     )
@@ -230,8 +229,10 @@ def _record_output(trace: _Trace, result: Any) -> list[Any]:
             slots.append(weakref.ref(leaf))
         else:
             raise OutputError(
-                f"The step returned {leaf!r} of type {type(leaf).__name__} at {path}, which is not an array. A step "
-                "returns arrays, numbers, strings, None, variables and pytrees of them: keep other objects outside."
+                f"The step returned {leaf!r} of type {type(leaf).__name__} at {path}, which is "
+                "not an array. A step "
+                "returns arrays, numbers, strings, None, variables and pytrees of them: keep "
+                "other objects outside."
             )
     treedef = jax.tree.structure(result, is_leaf=_end)
 
@@ -270,9 +271,12 @@ def _check_nnx_agree(jaxpr: Any, call: Call, trace: _Trace, variables: list[Vari
         if vary[start + offset]:
             kind = type(state.variables[position]).__name__
             raise VariableError(
-                f"The step changes {kind} {state.paths[position]!r} of an NNX object to a value that differs by replica, "
-                "so that the copies would no longer agree. Combine the gradients before the optimizer sees them: "
-                "grads = distrib.get_replica_context().all_reduce('MEAN', grads). Metrics: use distrib.metrics."
+                f"The step changes {kind} {state.paths[position]!r} of an NNX object to a value "
+                "that differs by replica, "
+                "so that the copies would no longer agree. Combine the gradients before the "
+                "optimizer sees them: "
+                "grads = distrib.get_replica_context().all_reduce('MEAN', grads). Metrics: use "
+                "distrib.metrics."
             )
 
 

@@ -1,7 +1,7 @@
 """The program of a replica as a list of stretches between its meetings with the others.
 
-A meeting is a collective over the replicas. Programs that were traced for different shapes meet in the
-same order, if the user's function does not branch on shapes around its collectives.
+A meeting is a collective over the replicas. Programs that were traced for different shapes meet in
+the same order, if the user's function does not branch on shapes around its collectives.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from distrib.engines.varying import mentions, sub_jaxpr
 from distrib.errors import UnevenReplicasError
@@ -85,7 +86,10 @@ def cut(closed: Any, num_replicas: int) -> Stretches:
     """
     while any(_is_call_with_meeting(e) for e in closed.jaxpr.eqns):
         closed = jax.make_jaxpr(_inlining(closed), axis_env=[(REPLICA_AXIS, num_replicas)])(
-            *[jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]
+            *[
+                jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)
+                for a in closed.in_avals
+            ]
         )
     stretches: list[list[Any]] = [[]]
     meetings = []
@@ -104,8 +108,10 @@ def _is_call_with_meeting(equation: Any) -> bool:
     inner = sub_jaxpr(equation)
     if equation.primitive.name in _LOOPS or inner is None:
         raise UnevenReplicasError(
-            f"The replicas have batches of unequal sizes, and the step has a collective inside of a "
-            f"{equation.primitive.name}: they cannot be brought together there. Pass drop_remainder=True, or choose "
+            "The replicas have batches of unequal sizes, and the step has a collective inside of "
+            "a "
+            f"{equation.primitive.name}: they cannot be brought together there. Pass "
+            "drop_remainder=True, or choose "
             "a batch size that divides over the replicas."
         )
     return True
@@ -123,7 +129,7 @@ def _inlining(closed: Any) -> Callable[..., list[Any]]:
             if _is_call_with_meeting(equation):
                 inner = sub_jaxpr(equation)
                 constants = getattr(_closed(equation), "consts", [])
-                call = jaxpr_function(jax.extend.core.ClosedJaxpr(inner, constants))
+                call = jaxpr_function(ClosedJaxpr(inner, constants))
                 results = call(*operands[len(operands) - len(inner.invars) :])
             else:
                 results = bind_equation(equation, operands)
@@ -160,11 +166,11 @@ def needed(stretches: Stretches, outputs: Sequence[Any]) -> set[Any]:
 def is_mean(stretches: Stretches, index: int, operand: int, num_replicas: int) -> bool:
     """Tell whether a sum over the replicas is a step of a mean, as `jax.lax.pmean` makes it.
 
-    A mean is a sum that is divided by the number of replicas, and nothing else is made of the sum; its
-    gradient is the sum of something divided by that number. With unequal batches a replica counts in
-    such a mean as often as it has examples, so that synchronised batch normalisation gives the
-    statistics of the whole batch. The gradient is then weighted in the same way: each replica stands
-    for as many equal ones as it has examples.
+    A mean is a sum that is divided by the number of replicas, and nothing else is made of the sum;
+    its gradient is the sum of something divided by that number. With unequal batches a replica
+    counts in such a mean as often as it has examples, so that synchronised batch normalisation
+    gives the statistics of the whole batch. The gradient is then weighted in the same way: each
+    replica stands for as many equal ones as it has examples.
     """
     meeting = stretches.meetings[index]
     if meeting.primitive.name not in ("psum", "psum_invariant"):

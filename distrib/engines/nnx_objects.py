@@ -1,8 +1,8 @@
 """Flax NNX modules and optimizers as arguments of a step.
 
 An NNX object is changed in place by the function that it is given to. Inside a step a copy is made
-of traced state, the function changes that, and the new state goes back into the user's object. NNX is
-looked up among the loaded modules: whoever has an NNX object has imported it.
+of traced state, the function changes that, and the new state goes back into the user's object. NNX
+is looked up among the loaded modules: whoever has an NNX object has imported it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def changed(before: NnxState, arrays: Sequence[Any], objects: Sequence[Any]) -> 
     after = take_apart(objects)
     if after.treedef != before.treedef:
         raise OutputError(
-            "The step added or removed variables of an NNX module. A compiled step can change their values only: "
+            "The step added or removed variables of an NNX module. A compiled step can change "
+            "their values only: "
             "build the module entirely before strategy.run."
         )
     return {

@@ -1,8 +1,8 @@
 """The program of one replica while it is traced: what it reads, and the updates that it makes.
 
-This is the half of the design's one idea that faces the user's function. ``run`` traces the function
-once; each variable it reads becomes an input of the program, each assignment an update, and the
-collectives of its replica context become collectives of the program.
+This is the half of the design's one idea that faces the user's function. ``run`` traces the
+function once; each variable it reads becomes an input of the program, each assignment an update,
+and the collectives of its replica context become collectives of the program.
 """
 
 from __future__ import annotations
@@ -179,14 +179,17 @@ class Program:
     def _check_writable(self, variable: Variable) -> None:
         if trace_token() != self._token:
             raise NestedTraceError(
-                f"Variable {variable.name!r} was changed inside a JAX transformation (jax.grad, jax.jit, jax.vmap, "
-                "lax.scan, lax.cond, jax.checkpoint ...), whose values may not leave it. Return the new value from "
+                f"Variable {variable.name!r} was changed inside a JAX transformation (jax.grad, "
+                "jax.jit, jax.vmap, "
+                "lax.scan, lax.cond, jax.checkpoint ...), whose values may not leave it. Return "
+                "the new value from "
                 "the transformed function (has_aux=True for gradients), and assign it outside."
             )
         if variable.distribute_strategy is not self._strategy:
             raise ContextError(
                 f"Mixing different distrib.Strategy objects: variable {variable.name!r} belongs to "
-                f"{variable.distribute_strategy!r} and was assigned in a step of {self._strategy!r}. "
+                f"{variable.distribute_strategy!r} and was assigned in a step of "
+                f"{self._strategy!r}. "
                 "Create it inside `with strategy.scope():` of the strategy that runs the step."
             )
 
@@ -197,8 +200,10 @@ class Program:
         if aggregation is VariableAggregation.NONE:
             if variable.storage.per_replica or self._deferred:
                 raise AggregationError(
-                    f"You must specify an aggregation method to update variable {variable.name!r} in replica context, "
-                    "or to read it outside: pass aggregation= to distrib.Variable, or combine the value yourself with "
+                    f"You must specify an aggregation method to update variable {variable.name!r} "
+                    "in replica context, "
+                    "or to read it outside: pass aggregation= to distrib.Variable, or combine the "
+                    "value yourself with "
                     "get_replica_context().all_reduce."
                 )
             return value
@@ -209,8 +214,10 @@ class Program:
         if not hasattr(value, "dtype"):
             if aggregation is VariableAggregation.SUM:
                 raise AggregationError(
-                    f"A non-DistributedValues value {value!r} cannot be reduced with the given reduce op "
-                    f"ReduceOp.SUM into variable {variable.name!r}: a Python number is one value for all replicas. "
+                    f"A non-DistributedValues value {value!r} cannot be reduced with the given "
+                    "reduce op "
+                    f"ReduceOp.SUM into variable {variable.name!r}: a Python number is one value "
+                    "for all replicas. "
                     "Wrap it in jnp.asarray(...) to add it once for each replica."
                 )
             return value
@@ -220,7 +227,8 @@ class Program:
         if variable.aggregation is VariableAggregation.SUM and self._size > 1:
             if kind != "assign":
                 raise AggregationError(
-                    f"Variable {variable.name!r} is ON_READ with aggregation=SUM and does not support assign_{kind} "
+                    f"Variable {variable.name!r} is ON_READ with aggregation=SUM and does not "
+                    f"support assign_{kind} "
                     "in cross-replica context."
                 )
             shared = jnp.asarray(value) / self._size
@@ -246,7 +254,8 @@ class Program:
         """Call ``merge_fn`` in cross-replica context, with per-replica values that are traced."""
         if trace_token() != self._token:
             raise NestedTraceError(
-                "merge_call was called inside a JAX transformation (jax.grad, jax.jit, lax.cond, lax.scan ...), where "
+                "merge_call was called inside a JAX transformation (jax.grad, jax.jit, lax.cond, "
+                "lax.scan ...), where "
                 "the replicas cannot meet. Call it in the replica function itself."
             )
         if current_frame().replica is None:
@@ -292,7 +301,8 @@ def local_value(value: DistributedValues) -> Any:
     if isinstance(value, Mirrored):
         return value.values[0]
     raise ContextError(
-        f"A {type(value).__name__} was used inside a step without being passed to it. A step sees its arguments: "
+        f"A {type(value).__name__} was used inside a step without being passed to it. A step sees "
+        "its arguments: "
         "pass the value in args= or kwargs= of strategy.run."
     )
 

@@ -1,7 +1,7 @@
-"""What of a call to ``run`` decides which program serves it, and how its arguments enter the program.
+"""What of a call to ``run`` decides which program serves it, and how its arguments enter that.
 
-A program is made for a function, a structure of arguments, and for each leaf its kind: split over the
-replicas, the same on every replica, or a Python object that is part of the program.
+A program is made for a function, a structure of arguments, and for each leaf its kind: split over
+the replicas, the same on every replica, or a Python object that is part of the program.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def leaf_key(leaf: Any) -> tuple[Kind, Any]:
     if isinstance(leaf, PerReplica):
         if leaf.signature is None:
             leaf.signature = _components_signature(leaf)
-        return (Kind.UNEVEN if leaf.signature[0] is Layout.COMPONENTS else Kind.SPLIT), leaf.signature
+        return (
+            Kind.UNEVEN if leaf.signature[0] is Layout.COMPONENTS else Kind.SPLIT
+        ), leaf.signature
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return Kind.EVERYWHERE, (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False))
     if isinstance(leaf, _BY_VALUE):
@@ -85,8 +87,10 @@ def leaf_key(leaf: Any) -> tuple[Kind, Any]:
         hash(leaf)
     except TypeError:
         raise TypeError(
-            f"strategy.run got an argument of type {type(leaf).__name__}, which is neither an array nor hashable: "
-            "a program can be made neither from it nor for it. Pass arrays, numbers, pytrees of them, distributed "
+            f"strategy.run got an argument of type {type(leaf).__name__}, which is neither an "
+            "array nor hashable: "
+            "a program can be made neither from it nor for it. Pass arrays, numbers, pytrees of "
+            "them, distributed "
             "values, variables, NNX modules or hashable constants."
         ) from None
     try:
@@ -99,7 +103,8 @@ def _components_signature(leaf: PerReplica) -> tuple[Any, ...]:
     parts = leaf.values
     if not all(hasattr(part, "shape") or isinstance(part, int | float | complex) for part in parts):
         raise TypeError(
-            f"strategy.run got {leaf!r}, whose components are not arrays or numbers: a compiled step cannot "
+            f"strategy.run got {leaf!r}, whose components are not arrays or numbers: a compiled "
+            "step cannot "
             "hand a different Python object to each replica."
         )
     forms = [(np.shape(part), jnp.result_type(part)) for part in parts]

@@ -1,7 +1,8 @@
 """The SPMD engine: one compiled program for all replicas, a replica on each device of a mesh.
 
-The lifted step runs under `jax.shard_map` over the mesh axis ``"replica"``, as the body of `jax.pmap`
-does. The work of a call in Python is a look-up, one call of the compiled program, one write-back.
+The lifted step runs under `jax.shard_map` over the mesh axis ``"replica"``, as the body of
+`jax.pmap` does. The work of a call in Python is a look-up, one call of the compiled program, one
+write-back.
 """
 
 from __future__ import annotations
@@ -156,9 +157,7 @@ def _compile(
         ):
             values[id(variable)] = array[0] if variable.storage.per_replica else array
         outputs, common, new = body(values, arrays, nnx)
-        new = [
-            x[None] if v.storage.per_replica else x for v, x in zip(written, new, strict=True)
-        ]
+        new = [x[None] if v.storage.per_replica else x for v, x in zip(written, new, strict=True)]
         return outputs, common, new
 
     def form(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -184,7 +183,8 @@ def _compile(
         out_specs=(_SPLIT if size > 1 else _EVERYWHERE, _EVERYWHERE, written_specs),
         check_vma=False,
     )
-    # keep_unused: an old value that the step overwrites without reading is to be donated all the same.
+    # keep_unused: an old value that the step overwrites without reading is to be donated all the
+    # same.
     lowered = jax.jit(mapped, donate_argnums=0, keep_unused=True).lower(
         [variable_form(v) for v in written],
         [variable_form(v) for v in read],

@@ -20,7 +20,7 @@ from distrib.engines.lift import Lifted
 from distrib.engines.meetings import cut, is_literal, is_mean, look_up, needed
 from distrib.engines.placement import UpdatePlacement
 from distrib.engines.signature import Kind, traced_form
-from distrib.engines.spmd import Body, Leaf, Step, entered_form
+from distrib.engines.spmd import Leaf, Step, entered_form
 from distrib.engines.weights import ExampleWeights
 from distrib.errors import UnevenReplicasError
 from distrib.platform.jax_compat import bind_equation
@@ -59,9 +59,7 @@ def make_step(
     group_of = [groups.index(_shapes(forms)) for forms in forms_of]
     examples = _examples(keys, size)
     members = [group_of.index(g) for g in range(len(groups))]
-    steps = [
-        lifted(forms_of[i], ExampleWeights(examples[i], sum(examples), size)) for i in members
-    ]
+    steps = [lifted(forms_of[i], ExampleWeights(examples[i], sum(examples), size)) for i in members]
     _check_alike(steps)
     entering = [_leaf(leaf, key) for leaf, key in zip(leaves, keys, strict=True)]
     together = _Together(
@@ -87,7 +85,7 @@ def _shapes(forms: Forms) -> tuple[Any, ...]:
 
 
 def _examples(keys: Sequence[tuple[Kind, Any]], size: int) -> list[int]:
-    """Return the examples of each replica: the first axis of the first value in which it differs."""
+    """Return the examples of each replica: the first axis of the first value that differs in it."""
     for kind, key in keys:
         if kind is Kind.UNEVEN and all(shape for shape, _ in key[1]):
             counts = [shape[0] for shape, _ in key[1]]
@@ -106,7 +104,8 @@ def _leaf(leaf: Any, kind_and_key: tuple[Kind, Any]) -> Leaf:
     dtypes = {dtype for _, dtype in key[1]}
     if len({len(shape) for shape in shapes}) > 1 or len(dtypes) > 1:
         raise UnevenReplicasError(
-            f"A per-replica argument has components of shapes {shapes} and dtypes {sorted(map(str, dtypes))}: they may "
+            f"A per-replica argument has components of shapes {shapes} and dtypes "
+            f"{sorted(map(str, dtypes))}: they may "
             "differ in the lengths of their axes, not in rank or dtype."
         )
     largest = tuple(max(lengths) for lengths in zip(*shapes, strict=True))
@@ -124,9 +123,12 @@ def _check_alike(steps: Sequence[Lifted]) -> None:
         )
         if not same:
             raise UnevenReplicasError(
-                "The replicas have batches of unequal sizes, and the step does different things for them: "
-                f"it changes {[v.name for v in first.writes]} and returns {first.num_outputs} arrays on one, "
-                f"and changes {[v.name for v in other.writes]} and returns {other.num_outputs} on another. "
+                "The replicas have batches of unequal sizes, and the step does different things "
+                "for them: "
+                f"it changes {[v.name for v in first.writes]} and returns {first.num_outputs} "
+                "arrays on one, "
+                f"and changes {[v.name for v in other.writes]} and returns {other.num_outputs} on "
+                "another. "
                 "Do not branch on the shape of a batch."
             )
 
@@ -147,9 +149,7 @@ class _Together:
         self._forms = forms
         self._group_of = group_of
         self._examples = examples
-        self._share = [
-            self._size * k / sum(examples[g] for g in group_of) for k in examples
-        ]
+        self._share = [self._size * k / sum(examples[g] for g in group_of) for k in examples]
         self._leaves = leaves
         self._cuts = [cut(step.jaxpr, self._size) for step in steps]
         self._check_meetings()
@@ -169,14 +169,18 @@ class _Together:
             for mine, theirs in pairs:
                 if _meeting(mine) != _meeting(theirs):
                     raise UnevenReplicasError(
-                        f"Replicas with arguments of shapes {_shown(self._forms[0])} and {_shown(forms)} meet at "
-                        f"different collectives: {_meeting(mine)} and {_meeting(theirs)}. A collective needs equal shapes "
+                        f"Replicas with arguments of shapes {_shown(self._forms[0])} and "
+                        f"{_shown(forms)} meet at "
+                        f"different collectives: {_meeting(mine)} and {_meeting(theirs)}. A "
+                        "collective needs equal shapes "
                         "on all replicas: reduce over the batch before it."
                     )
             if len(first.meetings) != len(other.meetings):
                 raise UnevenReplicasError(
-                    f"Replicas with arguments of shapes {_shown(self._forms[0])} and {_shown(forms)} meet at "
-                    f"{len(first.meetings)} and {len(other.meetings)} collectives: one would wait for ever."
+                    f"Replicas with arguments of shapes {_shown(self._forms[0])} and "
+                    f"{_shown(forms)} meet at "
+                    f"{len(first.meetings)} and {len(other.meetings)} collectives: one would wait "
+                    "for ever."
                 )
 
     def body(self, values: dict[int, Any], arrays: list, nnx: list) -> tuple[list, list, list]:
@@ -290,8 +294,8 @@ class _Together:
         """Run a stretch of each group's program on its replicas.
 
         Returns:
-          For each group the values that it keeps, which are zeros on the replicas of others; and what
-          ``returns`` gives, of which every replica has its own.
+          For each group the values that it keeps, which are zeros on the replicas of others; and
+          what ``returns`` gives, of which every replica has its own.
         """
 
         def branch(g: int) -> Callable[[], Any]:
@@ -407,4 +411,3 @@ def _meeting(equation: Any) -> str:
 
 def _shown(forms: Forms) -> str:
     return ", ".join(f"{form.dtype}{list(form.shape)}" for form in forms)
-

@@ -46,7 +46,9 @@ def _results(equation: Any, operands: list[bool], axis: str) -> list[bool]:
     if inner is not None and name not in _LOOPS and len(inner.invars) == len(operands):
         return varying_outputs(inner, operands, axis)
     if inner is not None or name in _LOOPS:
-        return [True] * count if any(operands) or mentions(equation, "axis_index") else [False] * count
+        return (
+            [True] * count if any(operands) or mentions(equation, "axis_index") else [False] * count
+        )
     return [any(operands)] * count
 
 

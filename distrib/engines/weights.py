@@ -31,8 +31,8 @@ class ExampleWeights:
     def applied(self, tree: Any, *, mean: bool) -> Any:
         """Return what this replica adds to the sum over the replicas.
 
-        A replica without examples adds zero to a mean, whatever the mean over its nothing came to. To
-        a sum it adds what it has, the share of a regularisation loss for one, less any NaN.
+        A replica without examples adds zero to a mean, whatever the mean over its nothing came to.
+        To a sum it adds what it has, the share of a regularisation loss for one, less any NaN.
         """
         if not mean:
             if self.mine:

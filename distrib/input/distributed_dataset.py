@@ -34,7 +34,9 @@ class OptionalElement:
           OutOfRangeError: if there is none.
         """
         if not self._elements:
-            raise OutOfRangeError("The given optional does not have a value: the dataset has ended.")
+            raise OutOfRangeError(
+                "The given optional does not have a value: the dataset has ended."
+            )
         return self._elements[0]
 
 
@@ -77,8 +79,9 @@ class DistributedDataset:
     """A dataset whose elements are per-replica values.
 
     Made by ``strategy.experimental_distribute_dataset`` and
-    ``strategy.distribute_datasets_from_function``. Each ``iter()`` is one pass, one epoch; of a source
-    that can be read once, such as a generator, there is one pass, which each ``iter()`` continues.
+    ``strategy.distribute_datasets_from_function``. Each ``iter()`` is one pass, one epoch; of a
+    source that can be read once, such as a generator, there is one pass, which each ``iter()``
+    continues.
 
     Args:
       make_elements: starts a pass over host elements.
@@ -124,7 +127,8 @@ class DistributedDataset:
         """
         if self._one_shot:
             raise InputError(
-                f"element_spec would use up the first element of {self._description}, which can be read once only."
+                f"element_spec would use up the first element of {self._description}, which can "
+                "be read once only."
             )
         for element in self._make_elements():
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), element)
@@ -155,8 +159,10 @@ def distribute_dataset(
     """
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise InputError(
-            "InputReplicationMode.PER_REPLICA is only supported in `distribute_datasets_from_function`, which makes a "
-            "dataset for each replica. experimental_distribute_dataset has one, and cuts its batches."
+            "InputReplicationMode.PER_REPLICA is only supported in "
+            "`distribute_datasets_from_function`, which makes a "
+            "dataset for each replica. experimental_distribute_dataset has one, and cuts its "
+            "batches."
         )
     source = as_source(
         dataset, batch_size=batch_size, shuffle=shuffle, seed=seed, drop_remainder=drop_remainder

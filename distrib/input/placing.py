@@ -38,8 +38,8 @@ class BatchPlacer:
           batch: a tree of arrays ``[batch, ...]`` on the host.
 
         Returns:
-          A tree of per-replica values ``[ceil(batch / num_replicas), ...]``, the last ones shorter or
-          empty if the batch does not divide; plain arrays if there is one replica.
+          A tree of per-replica values ``[ceil(batch / num_replicas), ...]``, the last ones shorter
+          or empty if the batch does not divide; plain arrays if there is one replica.
         """
         self._check(batch)
         if self.num_replicas == 1:
@@ -59,9 +59,7 @@ class BatchPlacer:
             if all(s == shapes[0] for s in shapes) and all(shape for shape in shapes[0]):
                 return self._whole(jax.tree.map(lambda *parts: np.concatenate(parts), *pieces))
             devices = self._mesh.local_devices if self._mesh is not None else []
-            pieces = [
-                jax.device_put(p, device) for p, device in zip(pieces, devices, strict=True)
-            ]
+            pieces = [jax.device_put(p, device) for p, device in zip(pieces, devices, strict=True)]
         return regroup(pieces)
 
     def _whole(self, batch: Any) -> Any:
@@ -82,6 +80,7 @@ class BatchPlacer:
             dtype = getattr(leaf, "dtype", None)
             if dtype is not None and getattr(dtype, "kind", "") in "OSU":
                 raise InputError(
-                    f"The batch holds {path} of dtype {dtype}, which no device can hold: convert it to numbers, or "
+                    f"The batch holds {path} of dtype {dtype}, which no device can hold: convert "
+                    "it to numbers, or "
                     "leave it out and keep it on the host."
                 )

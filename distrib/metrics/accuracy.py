@@ -26,7 +26,8 @@ class Accuracy(Mean):
 
         Args:
           labels: classes ``[batch]`` as integers.
-          predictions: scores ``[batch, classes]``, of which the largest counts, or classes ``[batch]``.
+          predictions: scores ``[batch, classes]``, of which the largest counts, or classes
+            ``[batch]``.
           sample_weight: ``[batch]``, or None.
 
         Raises:
@@ -37,7 +38,8 @@ class Accuracy(Mean):
             predictions = predictions.argmax(-1)
         if predictions.shape != labels.shape:
             raise ValueError(
-                f"Accuracy got labels of shape {labels.shape} and predictions of shape {predictions.shape}: "
+                f"Accuracy got labels of shape {labels.shape} and predictions of shape "
+                f"{predictions.shape}: "
                 "predictions are [batch, classes] scores or [batch] classes."
             )
         super().update_state(predictions == labels, sample_weight)

@@ -1,4 +1,4 @@
-"""The base of metrics: states that are summed over the replicas, a result computed from the sums."""
+"""The base of metrics: states that are summed over the replicas, and a result made of the sums."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from distrib.variables import (
 class Metric(HoldsVariables):
     """A metric whose states, never its results, are aggregated over the replicas.
 
-    Make it in ``strategy.scope()``, call :meth:`update_state` in a step and :meth:`result` outside. A ratio
-    of sums over all replicas is the ratio over all examples, however they were split.
+    Make it in ``strategy.scope()``, call :meth:`update_state` in a step and :meth:`result` outside.
+    A ratio of sums over all replicas is the ratio over all examples, however they were split.
 
     Args:
       name: a name for messages.
@@ -29,7 +29,7 @@ class Metric(HoldsVariables):
         self.name = name
 
     def add_state(self, name: str, shape: tuple[int, ...] = ()) -> Variable:
-        """Return a new state: zeros ``shape`` in float32, one for each replica, summed when read."""
+        """Return a new state: float32 zeros of ``shape`` on each replica, summed when read."""
         return Variable(
             jnp.zeros(shape, jnp.float32),
             name=f"{self.name}/{name}",

@@ -62,7 +62,7 @@ class Combiner(Protocol):
         ...
 
     def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
-        """Reduce one value over the replicas, and over ``axis`` of each component if it is not None."""
+        """Reduce one value over the replicas, and over ``axis`` of the components if not None."""
         ...
 
     def gather(self, value: Any, axis: int) -> Any:

@@ -24,19 +24,20 @@ from distrib.strategies.strategy import Strategy
 class CentralStorageStrategy(Strategy):
     """Synchronous training with one copy of the variables, on one device.
 
-    Variables live on the parameter device. At each step they are copied out to the replicas, which run
-    one SPMD program; the values that replicas assign are combined and brought to the parameter device,
-    which applies the updates. It saves memory on the compute devices: optimizer state never leaves the
-    parameter device.
+    Variables live on the parameter device. At each step they are copied out to the replicas, which
+    run one SPMD program; the values that replicas assign are combined and brought to the parameter
+    device, which applies the updates. It saves memory on the compute devices: optimizer state never
+    leaves the parameter device.
 
     Args:
-      compute_devices: device strings or ``jax.Device`` objects; by default all devices of this process.
+      compute_devices: device strings or ``jax.Device`` objects; by default all devices of this
+        process.
       parameter_device: the device of the variables; by default the compute device if there is one
         only, else the host (``"CPU:0"``).
 
     Raises:
-      DeviceError: if a device does not exist, is named twice, or the compute devices are of different
-        kinds.
+      DeviceError: if a device does not exist, is named twice, or the compute devices are of
+        different kinds.
     """
 
     def __init__(

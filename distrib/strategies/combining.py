@@ -104,7 +104,7 @@ def _frozen(axis: Any) -> Any:
     return axis
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _whole_reducer(mesh: Mesh, op: ReduceOp, axis: Any, stacked: bool) -> Callable[..., jax.Array]:
     size = mesh.devices.size
 
@@ -147,8 +147,8 @@ def _reduce_in_program(op: ReduceOp, local: Any, axis: Any) -> Any:
 def reduce_components(op: ReduceOp, parts: Sequence[Any], axis: Any) -> jax.Array:
     """Reduce components whose shapes may differ along ``axis``.
 
-    MEAN divides by the number of elements that there really are, so that a replica with few examples
-    counts for few.
+    MEAN divides by the number of elements that there really are, so that a replica with few
+    examples counts for few.
 
     Raises:
       AggregationError: if what is left after reducing over ``axis`` differs in shape.
@@ -158,7 +158,8 @@ def reduce_components(op: ReduceOp, parts: Sequence[Any], axis: Any) -> jax.Arra
     sums = [a.sum(x, dtype=a.dtype) for a, x in zip(arrays, axes, strict=True)]
     if len({s.shape for s in sums}) > 1:
         raise AggregationError(
-            f"reduce got components of shapes {[a.shape for a in arrays]}, which cannot be added with axis={axis}: "
+            f"reduce got components of shapes {[a.shape for a in arrays]}, which cannot be added "
+            f"with axis={axis}: "
             "reduce over the axis in which they differ too (axis=0 for the last, short batch)."
         )
     total = functools.reduce(jnp.add, sums)
@@ -187,8 +188,10 @@ def reduce_same(op: ReduceOp, value: Any, axis: Any, num_replicas: int) -> Any:
     if isinstance(value, int | float) and value == 0:
         return value
     raise AggregationError(
-        f"A non-DistributedValues value {value!r} cannot be reduced with the given reduce op {op}: it is one value "
-        f"for all {num_replicas} replicas. Use ReduceOp.MEAN for the value itself, or return it from strategy.run."
+        f"A non-DistributedValues value {value!r} cannot be reduced with the given reduce op "
+        f"{op}: it is one value "
+        f"for all {num_replicas} replicas. Use ReduceOp.MEAN for the value itself, or return it "
+        "from strategy.run."
     )
 
 
@@ -203,12 +206,14 @@ def concatenated(parts: Sequence[Any], axis: int) -> jax.Array:
     rank = arrays[0].ndim
     if any(a.ndim != rank for a in arrays) or not -rank <= axis < rank:
         raise AggregationError(
-            f"gather along axis {axis} got components of shapes {shapes}: they need one rank, and that axis. "
+            f"gather along axis {axis} got components of shapes {shapes}: they need one rank, and "
+            "that axis. "
             "Give scalars an axis with x[None]."
         )
     others = {np.delete(np.asarray(s, dtype=np.int64), axis).tobytes() for s in shapes}
     if len(others) > 1:
         raise AggregationError(
-            f"gather along axis {axis} got components of shapes {shapes}, which differ in another axis too."
+            f"gather along axis {axis} got components of shapes {shapes}, which differ in another "
+            "axis too."
         )
     return jnp.concatenate(arrays, axis) if len(arrays) > 1 else arrays[0]

@@ -14,5 +14,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
       ContextError: inside a scope.
     """
     if inside_scope():
-        raise ContextError("Must not be called inside a strategy's scope: leave the `with` block first.")
+        raise ContextError(
+            "Must not be called inside a strategy's scope: leave the `with` block first."
+        )
     set_base(None if strategy is None else Frame(strategy))

@@ -45,7 +45,8 @@ class _Alone:
 class DefaultStrategy(Strategy):
     """What :func:`distrib.get_strategy` returns outside of every scope.
 
-    ``run`` calls its function as it is, variables are plain, and entering its scope changes nothing.
+    ``run`` calls its function as it is, variables are plain, and entering its scope changes
+    nothing.
     """
 
     def __init__(self) -> None:

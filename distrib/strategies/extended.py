@@ -83,7 +83,8 @@ class StrategyExtended:
         """
         if current_program() is not None:
             raise ContextError(
-                f"Variable {name!r} was created inside strategy.run. A step is compiled once and run many times: create "
+                f"Variable {name!r} was created inside strategy.run. A step is compiled once and "
+                "run many times: create "
                 "its variables before, inside `with strategy.scope():`."
             )
         self.check_scope()
@@ -136,7 +137,8 @@ class StrategyExtended:
         """
         if not self.variable_created_in_scope(var):
             raise ContextError(
-                f"Variable {var.name!r} belongs to {var.distribute_strategy!r}, not to {self._strategy!r}."
+                f"Variable {var.name!r} belongs to {var.distribute_strategy!r}, not to "
+                f"{self._strategy!r}."
             )
         result = fn(var, *args, **(kwargs or {}))
         return result if group else (result,)
@@ -184,15 +186,17 @@ class StrategyExtended:
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
-        """Create variables where ``colocate_with_variable`` lives: where this strategy puts them all.
+        """Create variables where ``colocate_with_variable`` lives, as this strategy does anyway.
 
         Raises:
           ContextError: if that variable belongs to another strategy.
         """
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ContextError(
-                "`colocate_vars_with` must only be passed a variable created in this strategy's scope, not "
-                f"{colocate_with_variable.name!r} of {colocate_with_variable.distribute_strategy!r}."
+                "`colocate_vars_with` must only be passed a variable created in this strategy's "
+                "scope, not "
+                f"{colocate_with_variable.name!r} of "
+                f"{colocate_with_variable.distribute_strategy!r}."
             )
         with self._strategy.scope():
             yield

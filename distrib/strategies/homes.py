@@ -92,6 +92,7 @@ def refuse_unsynchronized(synchronization: VariableSynchronization, name: str) -
     """
     if synchronization is VariableSynchronization.NONE:
         raise VariableError(
-            f"`NONE` variable synchronization mode is not supported with a distributed strategy. Please change the "
+            "`NONE` variable synchronization mode is not supported with a distributed strategy. "
+            "Please change the "
             f"`synchronization` for variable: {name}"
         )

@@ -15,14 +15,14 @@ from distrib.strategies.strategy import Strategy
 
 
 class MirroredStrategy(Strategy):
-    """Synchronous training on the devices of one process, a replica and a copy of all variables each.
+    """Synchronous training on the devices of one process, with a copy of all variables on each.
 
     Variables live on every device; one SPMD program runs all replicas; values are combined by an
     all-reduce in the program; updates are applied in the program, on every copy.
 
     Args:
-      devices: device strings or ``jax.Device`` objects; by default, and for an empty list, all devices
-        of this process.
+      devices: device strings or ``jax.Device`` objects; by default, and for an empty list, all
+        devices of this process.
       cross_device_ops: the algorithm of the all-reduce; by default what XLA does.
 
     Raises:
@@ -51,7 +51,8 @@ class MirroredStrategy(Strategy):
         ops = NcclAllReduce() if cross_device_ops is None else cross_device_ops
         if not isinstance(ops, CrossDeviceOps):
             raise TypeError(
-                f"cross_device_ops is {cross_device_ops!r}, which has no sum_over_replicas: pass distrib.NcclAllReduce() "
+                f"cross_device_ops is {cross_device_ops!r}, which has no sum_over_replicas: pass "
+                "distrib.NcclAllReduce() "
                 "or distrib.ReductionToOneDevice()."
             )
         mesh = replica_mesh(resolved)

@@ -38,7 +38,8 @@ def _has_copies(leaf: Any) -> bool:
 def _check(leaf: Any, name: str) -> None:
     if isinstance(leaf, Variable) and leaf.storage.per_replica:
         raise NotMirroredError(
-            f"Variable {leaf.name!r} is ON_READ: its copies are each replica's own and need not agree."
+            f"Variable {leaf.name!r} is ON_READ: its copies are each replica's own and need not "
+            "agree."
         )
     if isinstance(leaf, DistributedValues) and not isinstance(leaf, Mirrored):
         raise NotMirroredError(f"{name} is a {type(leaf).__name__}, whose components may differ.")
@@ -56,8 +57,10 @@ def _check(leaf: Any, name: str) -> None:
         if first.tobytes() != other.tobytes():
             where = [short_device_string(next(iter(c.devices()))) for c in (copies[0], copy)]
             raise NotMirroredError(
-                f"The copies of {name} on {where[0]} and {where[1]} differ, by up to {_largest(first, other)}. A "
-                "replica assigned its own value: give the variable an aggregation, or all-reduce the value first."
+                f"The copies of {name} on {where[0]} and {where[1]} differ, by up to "
+                f"{_largest(first, other)}. A "
+                "replica assigned its own value: give the variable an aggregation, or all-reduce "
+                "the value first."
             )
 
 

@@ -15,8 +15,8 @@ from distrib.strategies.strategy import Strategy
 class OneDeviceStrategy(Strategy):
     """One replica on one device, with its variables: for comparison, and to try a script out.
 
-    The step is compiled as under the other strategies; there is nothing to combine, and what ``run``
-    returns are arrays.
+    The step is compiled as under the other strategies; there is nothing to combine, and what
+    ``run`` returns are arrays.
 
     Args:
       device: a device string or a ``jax.Device``.

@@ -35,8 +35,8 @@ class Strategy:
     """A way of spreading training over devices.
 
     Use one of its kinds: :class:`distrib.OneDeviceStrategy`, :class:`distrib.MirroredStrategy`,
-    :class:`distrib.CentralStorageStrategy`. All have this interface, so that a script changes one line
-    to change the strategy.
+    :class:`distrib.CentralStorageStrategy`. All have this interface, so that a script changes one
+    line to change the strategy.
 
     Args:
       extended: the parts that the strategy is composed of.
@@ -59,8 +59,8 @@ class Strategy:
     def scope(self) -> Iterator[Strategy]:
         """Make this strategy current for the length of a ``with`` block, and yield it.
 
-        Variables that are created inside live where the strategy puts them. The scope belongs to the
-        thread that entered it.
+        Variables that are created inside live where the strategy puts them. The scope belongs to
+        the thread that entered it.
 
         Raises:
           ContextError: inside the scope of another strategy, or in a replica's code.
@@ -81,8 +81,8 @@ class Strategy:
         """Call ``fn`` once for each replica, on its device, and return what the replicas returned.
 
         ``fn`` is compiled once for each structure, shape and dtype of its arguments, with the
-        variables that it reads and changes; it need not be jitted. Not collective with other processes
-        here. Does not block: the results are futures, as all arrays of JAX.
+        variables that it reads and changes; it need not be jitted. Not collective with other
+        processes here. Does not block: the results are futures, as all arrays of JAX.
 
         Args:
           fn: the step, called in replica context as ``fn(*args, **kwargs)``.
@@ -93,12 +93,13 @@ class Strategy:
           options: None; there are no options yet.
 
         Returns:
-          The tree that ``fn`` returned, a :class:`PerReplica` for each array (the array itself under a
-          strategy of one replica); numbers, strings, None and variables as they are.
+          The tree that ``fn`` returned, a :class:`PerReplica` for each array (the array itself
+          under a strategy of one replica); numbers, strings, None and variables as they are.
 
         Raises:
           ContextError: inside a step, or in the scope of another strategy.
-          TracedValueError: if Python code in ``fn`` needs a value that exists only when the step runs.
+          TracedValueError: if Python code in ``fn`` needs a value that exists only when the step
+            runs.
           OutputError: if ``fn`` returns an object that is no array.
           ValueError: if ``options`` is given.
         """
@@ -111,8 +112,8 @@ class Strategy:
         """Reduce ``value`` over the replicas. Cross-replica context.
 
         Args:
-          reduce_op: ``ReduceOp`` or its name. With ``MEAN`` and an ``axis``, the sum of all elements
-            is divided by their number, also where replicas have unequally many.
+          reduce_op: ``ReduceOp`` or its name. With ``MEAN`` and an ``axis``, the sum of all
+            elements is divided by their number, also where replicas have unequally many.
           value: a pytree of per-replica values.
           axis: the axis (or a tuple of axes) of the components to reduce as well; None for none.
 
@@ -121,8 +122,8 @@ class Strategy:
 
         Raises:
           ContextError: in replica context.
-          AggregationError: for SUM, over several replicas, of a value that is no per-replica value; or
-            if components cannot be added.
+          AggregationError: for SUM, over several replicas, of a value that is no per-replica value;
+            or if components cannot be added.
         """
         self._require_cross_replica("reduce")
         return self._extended.reduce_tree(ReduceOp.parse(reduce_op), value, axis)
@@ -157,11 +158,12 @@ class Strategy:
         """Distribute a dataset of global batches: each batch is cut over the replicas.
 
         A batch of ``m`` examples over ``n`` replicas is cut, left to right, into pieces of
-        ``ceil(m / n)``; the last ones may be shorter or empty, and no example is dropped or repeated.
+        ``ceil(m / n)``; the last ones may be shorter or empty, and no example is dropped or
+        repeated.
 
         Args:
-          dataset: a pytree of arrays ``[example, ...]``, with ``batch_size``; or an iterable of batches
-            ``[batch, ...]``: a list, a generator, a Grain dataset, a torch DataLoader, a
+          dataset: a pytree of arrays ``[example, ...]``, with ``batch_size``; or an iterable of
+            batches ``[batch, ...]``: a list, a generator, a Grain dataset, a torch DataLoader, a
             tf.data.Dataset.
           options: how the input is placed and prefetched.
           batch_size: examples in a global batch, over all replicas.
@@ -193,8 +195,8 @@ class Strategy:
         """Distribute the dataset that a function makes: its elements are not cut.
 
         Args:
-          dataset_fn: called with an :class:`distrib.InputContext`, returns an iterable of batches of
-            the size of one replica.
+          dataset_fn: called with an :class:`distrib.InputContext`, returns an iterable of batches
+            of the size of one replica.
           options: how the input is placed, and whether there is a dataset for each replica.
 
         Returns:
@@ -215,7 +217,8 @@ class Strategy:
           value_fn: called with a :class:`distrib.experimental.ValueContext` for each replica.
 
         Returns:
-          A per-replica value, or a pytree of them; what ``value_fn`` returned if there is one replica.
+          A per-replica value, or a pytree of them; what ``value_fn`` returned if there is one
+          replica.
         """
         size = self.num_replicas_in_sync
         return regroup([value_fn(ValueContext(i, size)) for i in range(size)])
@@ -223,8 +226,8 @@ class Strategy:
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the components of ``value`` on this process, in replica order.
 
-        Of a value that is not distributed, a tuple of one; of a tree with distributed values in it, a
-        tree for each replica.
+        Of a value that is not distributed, a tuple of one; of a tree with distributed values in it,
+        a tree for each replica.
         """
         if isinstance(value, DistributedValues | Variable):
             return tuple(value.values)
@@ -245,10 +248,12 @@ class Strategy:
         if self is default_frame().strategy:
             return
         raise ContextError(
-            f"Method strategy.{what} requires being in cross-replica context, but it was called inside "
+            f"Method strategy.{what} requires being in cross-replica context, but it was called "
+            "inside "
             f"strategy.run: {instead}."
         )
 
     def __repr__(self) -> str:
-        devices = ", ".join(name.rpartition("device:")[2] for name in self._extended.worker_devices)
-        return f"<distrib.{type(self).__name__} of {self.num_replicas_in_sync} on {devices or 'any device'}>"
+        names = [name.rpartition("device:")[2] for name in self._extended.worker_devices]
+        where = ", ".join(names) or "any device"
+        return f"<distrib.{type(self).__name__} of {self.num_replicas_in_sync} on {where}>"

@@ -21,9 +21,9 @@ _AGGREGATIONS = ("MEAN", "SUM", None)
 class TrainState(HoldsVariables):
     """Step, parameters, optimizer state and batch statistics of a model, as distributed variables.
 
-    It has the fields and methods of ``flax.training.train_state.TrainState``, and differs in one thing:
-    it is changed in place, so that it need not be passed into a step and out of it (though it may).
-    Make it with :meth:`create`, inside ``strategy.scope()``.
+    It has the fields and methods of ``flax.training.train_state.TrainState``, and differs in one
+    thing: it is changed in place, so that it need not be passed into a step and out of it (though
+    it may). Make it with :meth:`create`, inside ``strategy.scope()``.
 
     Inside a step its fields are arrays, and ``jax.grad`` can differentiate with respect to
     ``state.params``. Outside they are arrays too, snapshots with all of their copies.
@@ -86,7 +86,9 @@ class TrainState(HoldsVariables):
         """
         for name in extra:
             if hasattr(cls, name) or name in ("apply_fn", "tx"):
-                raise ValueError(f"TrainState has a field {name!r} already: give the extra one another name.")
+                raise ValueError(
+                    f"TrainState has a field {name!r} already: give the extra one another name."
+                )
         mean = VariableAggregation.MEAN
         trees = {"params": VariableTree(params, "params", mean, trainable=True)}
         trees["opt_state"] = VariableTree(tx.init(trees["params"].value()), "opt_state")
@@ -131,8 +133,8 @@ class TrainState(HoldsVariables):
         """The PRNG keys of this replica at this step, by name; None if there are none.
 
         Step and replica are folded into the keys that :meth:`create` was given
-        (:func:`distrib.random.replica_key`), so that a run that is resumed draws what an uninterrupted
-        one would.
+        (:func:`distrib.random.replica_key`), so that a run that is resumed draws what an
+        uninterrupted one would.
         """
         if "keys" not in self._trees:
             return None
@@ -146,7 +148,8 @@ class TrainState(HoldsVariables):
         if name in trees:
             return trees[name].value()
         raise AttributeError(
-            f"TrainState has no field {name!r}; its fields are step, apply_fn, tx, {', '.join(trees)}."
+            f"TrainState has no field {name!r}; its fields are step, apply_fn, tx, "
+            f"{', '.join(trees)}."
         )
 
     def apply_gradients(
@@ -158,9 +161,10 @@ class TrainState(HoldsVariables):
 
         Args:
           grads: a pytree like ``params``.
-          aggregation: ``"MEAN"``, each replica weighted by its examples, for a loss that is a mean over
-            the examples of the replica; ``"SUM"`` for a loss divided by the global batch; None for
-            gradients that have been combined already. Outside of a step there is nothing to combine.
+          aggregation: ``"MEAN"``, each replica weighted by its examples, for a loss that is a mean
+            over the examples of the replica; ``"SUM"`` for a loss divided by the global batch; None
+            for gradients that have been combined already. Outside of a step there is nothing to
+            combine.
           **changes: fields to :meth:`replace` as well, ``batch_stats=`` for one.
 
         Returns:
@@ -198,8 +202,8 @@ class TrainState(HoldsVariables):
         """Assign whole fields; in a replica, floating values are averaged over the replicas.
 
         Args:
-          **changes: ``params``, ``opt_state``, ``batch_stats``, ``step`` or an extra field, each with a
-            value of the structure that it has; ``apply_fn`` outside of a step.
+          **changes: ``params``, ``opt_state``, ``batch_stats``, ``step`` or an extra field, each
+            with a value of the structure that it has; ``apply_fn`` outside of a step.
 
         Returns:
           The state itself.
@@ -218,7 +222,8 @@ class TrainState(HoldsVariables):
             else:
                 fields = [name for name in self._trees if name != "keys"]
                 raise AttributeError(
-                    f"TrainState.replace cannot change {name!r} here; it can change step, {', '.join(fields)}."
+                    f"TrainState.replace cannot change {name!r} here; it can change step, "
+                    f"{', '.join(fields)}."
                 )
         return self
 
@@ -237,9 +242,7 @@ def _optimized(
     """Return the new parameters, optimizer state and step."""
     count = len(params.variables)
     old_params = params.build(olds[:count])
-    updates, new_state = tx.update(
-        params.build(grads), opt_state.build(olds[count:-1]), old_params
-    )
+    updates, new_state = tx.update(params.build(grads), opt_state.build(olds[count:-1]), old_params)
     new_params = optax.apply_updates(old_params, updates)
     return [*params.flatten(new_params), *opt_state.flatten(new_state), olds[-1] + 1]
 

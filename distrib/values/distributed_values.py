@@ -2,8 +2,8 @@
 
 Between the strategy and the user a value that differs by replica is a :class:`PerReplica`, and a
 value whose copies agree is a :class:`Mirrored`. The components of a per-replica value that came out
-of a compiled step lie in one `jax.Array`, the *whole*, split over the devices; they are cut out of it
-only when somebody asks for them.
+of a compiled step lie in one `jax.Array`, the *whole*, split over the devices; they are cut out of
+it only when somebody asks for them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class DistributedValues:
 class PerReplica(DistributedValues):
     """One value for each replica.
 
-    It is not an array: pass it to ``strategy.run``, which hands each replica its component, or bring
+    It is not an array: pass it to ``strategy.run``, which hands each replica its component, or
+      bring
     it together with ``strategy.reduce`` or ``strategy.gather``.
 
     Args:
@@ -128,8 +129,10 @@ class PerReplica(DistributedValues):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         raise PerReplicaError(
-            "A PerReplica is one value for each replica, and was used as one array outside of a replica. "
-            "Use it inside strategy.run, or combine it first with strategy.reduce or strategy.gather."
+            "A PerReplica is one value for each replica, and was used as one array outside of a "
+            "replica. "
+            "Use it inside strategy.run, or combine it first with strategy.reduce or "
+            "strategy.gather."
         )
 
 

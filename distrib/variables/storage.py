@@ -1,8 +1,9 @@
 """Where the value of a variable lives: one storage class for each answer.
 
-A storage owns a :class:`Cell`, which holds one `jax.Array`: a copy on each device (mirrored), a row on
-each device (on-read), or an array on one device (placed). A compiled step takes the arrays out of the
-cells it reads, is given the buffers of those it writes (donation), and puts the new arrays back.
+A storage owns a :class:`Cell`, which holds one `jax.Array`: a copy on each device (mirrored), a row
+on each device (on-read), or an array on one device (placed). A compiled step takes the arrays out
+of the cells it reads, is given the buffers of those it writes (donation), and puts the new arrays
+back.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from distrib.platform.mesh import replicated, split
 from distrib.values import DistributedValues, Mirrored, PerReplica, local_shards
 from distrib.variables.synchronization import VariableAggregation
 
-# How often an array of a cell has been handed to the user. As long as this stands still, no step need
-# look for arrays that it must copy before it donates them.
+# How often an array of a cell has been handed to the user. As long as this stands still, no step
+# need look for arrays that it must copy before it donates them.
 _lendings = 0
 
 
@@ -104,7 +105,7 @@ def _combined(old: jax.Array, value: jax.Array, kind: str) -> jax.Array:
     return old + value if kind == "add" else old - value
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _copier(sharding: Any) -> Any:
     return jax.jit(lambda x: x.copy(), out_shardings=sharding)
 
@@ -125,6 +126,7 @@ class MirroredStorage:
 
     def __init__(self, value: Any, mesh: Mesh):
         self._sharding = replicated(mesh)
+        self._devices = mesh.local_devices
         self.cell = Cell(own_copy(value, self._sharding))
 
     def read(self) -> jax.Array:
@@ -150,7 +152,7 @@ class MirroredStorage:
     def _placed(self, value: Any) -> jax.Array:
         if not isinstance(value, DistributedValues):
             return own_copy(value, self._sharding)
-        devices = self._sharding.mesh.devices.flat
+        devices = self._devices
         parts = [
             jax.device_put(jnp.array(part, dtype=self.cell.array.dtype), device)
             for part, device in zip(value.values, devices, strict=True)
@@ -184,8 +186,10 @@ class OnReadStorage:
         """
         if self._aggregation is VariableAggregation.NONE:
             raise VariableError(
-                f"Variable {self._name!r} is ON_READ with aggregation=NONE, so its {self._size} copies have no "
-                "common value: read it inside strategy.run, read .values, or give it an aggregation."
+                f"Variable {self._name!r} is ON_READ with aggregation=NONE, so its {self._size} "
+                "copies have no "
+                "common value: read it inside strategy.run, read .values, or give it an "
+                "aggregation."
             )
         if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return self.components()[0]
@@ -207,12 +211,16 @@ class OnReadStorage:
           VariableError: for "add" and "sub" under SUM, which cannot be divided faithfully.
         """
         if isinstance(value, DistributedValues):
-            rows = own_copy(np.stack([np.asarray(part) for part in value.values]), split(self._mesh))
+            rows = own_copy(
+                np.stack([np.asarray(part) for part in value.values]), split(self._mesh)
+            )
         elif self._aggregation is VariableAggregation.SUM:
             if combine != "assign":
                 raise VariableError(
-                    f"Variable {self._name!r} is ON_READ with aggregation=SUM and does not support assign_{combine} "
-                    "in cross-replica context: call it inside strategy.run, or assign the new total."
+                    f"Variable {self._name!r} is ON_READ with aggregation=SUM and does not "
+                    f"support assign_{combine} "
+                    "in cross-replica context: call it inside strategy.run, or assign the new "
+                    "total."
                 )
             rows = self._spread(_share(jnp.asarray(value), self._size))
         else:
@@ -229,7 +237,7 @@ def _share(total: jax.Array, parts: int) -> jax.Array:
     return jnp.trunc(total / parts).astype(total.dtype)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _reducer(mesh: Mesh, mean: bool) -> Any:
     return jax.jit(lambda x: x.mean(0) if mean else x.sum(0), out_shardings=replicated(mesh))
 
@@ -265,5 +273,7 @@ class PlacedStorage:
     def assign(self, value: Any, combine: str) -> jax.Array:
         """Assign, add or subtract."""
         placed = self._placed(value)
-        self.cell.put(placed if combine == "assign" else _combined(self.cell.array, placed, combine))
+        self.cell.put(
+            placed if combine == "assign" else _combined(self.cell.array, placed, combine)
+        )
         return self.read()

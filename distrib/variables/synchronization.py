@@ -63,7 +63,8 @@ def check_modes(
     agg = _member(VariableAggregation, aggregation, "aggregation", name)
     if agg is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
         raise VariableError(
-            f"Variable {name!r} has aggregation=MEAN and the non-floating dtype {dtype}: the mean of integers "
+            f"Variable {name!r} has aggregation=MEAN and the non-floating dtype {dtype}: the mean "
+            "of integers "
             "is not an integer. Use SUM or ONLY_FIRST_REPLICA, or a floating dtype."
         )
     if trainable is None:

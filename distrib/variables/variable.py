@@ -31,9 +31,9 @@ class Variable(ArrayOperators):
 
     Created inside ``strategy.scope()`` it lives where that strategy puts variables: a copy on each
     device under :class:`distrib.MirroredStrategy`, one array on the parameter device under
-    :class:`distrib.CentralStorageStrategy`. It reads as an array: use it in arithmetic, index it, or
-    call :meth:`value`. JAX's own functions want arrays: give them ``v.value()``. As a pytree it is its
-    value, so that ``jax.grad(f)(v)`` and ``jax.jit(f)(v)`` work.
+    :class:`distrib.CentralStorageStrategy`. It reads as an array: use it in arithmetic, index it,
+    or call :meth:`value`. JAX's own functions want arrays: give them ``v.value()``. As a pytree it
+    is its value, so that ``jax.grad(f)(v)`` and ``jax.jit(f)(v)`` work.
 
     Args:
       initial_value: an array, a number, or a function without arguments that returns one. It is
@@ -141,7 +141,8 @@ class Variable(ArrayOperators):
     def value(self) -> jax.Array:
         """Return the current value as an array of :attr:`shape` and :attr:`dtype`.
 
-        In a replica: this replica's value, after what it assigned before. Outside: the first copy, or
+        In a replica: this replica's value, after what it assigned before. Outside: the first copy,
+          or
         the aggregate of an ``ON_READ`` variable.
 
         Raises:
@@ -206,15 +207,18 @@ class Variable(ArrayOperators):
         array = jnp.asarray(value)
         if array.shape != self._shape:
             raise VariableError(
-                f"Cannot assign value to variable {self._name!r}: Shape mismatch. The variable shape {self._shape}, "
+                f"Cannot assign value to variable {self._name!r}: Shape mismatch. The variable "
+                f"shape {self._shape}, "
                 f"and the assigned value shape {array.shape} are incompatible."
             )
         if array.dtype != self._dtype:
             weak = not hasattr(value, "dtype") or getattr(array, "weak_type", False)
             if not weak and jnp.promote_types(array.dtype, self._dtype) != self._dtype:
                 raise VariableError(
-                    f"Cannot assign value to variable {self._name!r}: its dtype is {self._dtype}, and the value's "
-                    f"{array.dtype} would lose information. Convert it first: value.astype({str(self._dtype)!r})."
+                    f"Cannot assign value to variable {self._name!r}: its dtype is {self._dtype}, "
+                    "and the value's "
+                    f"{array.dtype} would lose information. Convert it first: "
+                    f"value.astype({str(self._dtype)!r})."
                 )
             array = array.astype(self._dtype)
         return array
@@ -248,8 +252,9 @@ def live_variables(strategy: Any) -> list[Variable]:
     return sorted(mine, key=lambda v: v.serial)
 
 
-
 # As a pytree a variable is its value: flattening reads it, and what comes back is an array.
 jax.tree_util.register_pytree_node(
-    Variable, lambda v: ((v.value(),), None), lambda _, children: children[0]
+    Variable,
+    lambda v: ((v.value(),), None),
+    lambda _, children: children[0],  # pyright: ignore[reportArgumentType]
 )

@@ -77,15 +77,16 @@ class VariableTree:
         """Return the leaves of a tree of the same structure, keys as their key data.
 
         Raises:
-          VariableError: if the structure or a shape differs; the message names the first difference.
+          VariableError: if the structure or a shape differs; the message names the first
+            difference.
         """
         with_paths = leaves_with_paths({self._name: tree})
         if jax.tree.structure(tree) != self.treedef:
             mine, given = {v.name for v in self.variables}, {path for path, _ in with_paths}
             difference = sorted(mine ^ given)
+            what = f"{difference[0]} is in one of them only" if difference else str(self.treedef)
             raise VariableError(
-                f"The tree given for {self._name} has another structure: "
-                f"{difference[0] + ' is in one of them only' if difference else jax.tree.structure(tree)}. "
+                f"The tree given for {self._name} has another structure: {what}. "
                 f"Give a tree like {self._name}, with the same keys."
             )
         leaves = [
@@ -95,7 +96,8 @@ class VariableTree:
         for variable, leaf in zip(self.variables, leaves, strict=True):
             if jnp.shape(leaf) != variable.shape:
                 raise VariableError(
-                    f"{variable.name} has shape {variable.shape}, and was given a value of shape {jnp.shape(leaf)}."
+                    f"{variable.name} has shape {variable.shape}, and was given a value of shape "
+                    f"{jnp.shape(leaf)}."
                 )
         return leaves
 
@@ -125,6 +127,6 @@ class VariableTree:
 
 def _key_impl(leaf: Any) -> Any:
     dtype = getattr(leaf, "dtype", None)
-    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.random.key_impl(leaf)
     return None

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 from distrib.context import get_replica_context
-from distrib.variables import HoldsVariables, Variable, VariableAggregation
 
 
 def replica_key(key: jax.Array, step: Any = 0) -> jax.Array:
@@ -33,31 +32,3 @@ def replica_key(key: jax.Array, step: Any = 0) -> jax.Array:
     context = get_replica_context()
     replica = 0 if context is None else context.replica_id_in_sync_group
     return jax.random.fold_in(jax.random.fold_in(key, step), replica)
-
-
-class KeyStream(HoldsVariables):
-    """A stream of keys: each call in a step gives a new one, another on each replica.
-
-    Args:
-      seed: a number, or a PRNG key.
-
-    >>> stream = KeyStream(0)
-    >>> bool((jax.random.key_data(stream()) == jax.random.key_data(stream())).all())
-    False
-    """
-
-    def __init__(self, seed: int | jax.Array):
-        self._key = jax.random.key(seed) if isinstance(seed, int) else seed
-        self.count = Variable(
-            0,
-            dtype="int32",
-            trainable=False,
-            name="key_stream",
-            aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
-        )
-
-    def __call__(self) -> jax.Array:
-        """Return the next key, and advance the stream by one for all replicas."""
-        key = replica_key(self._key, self.count.value())
-        self.count.assign_add(1)
-        return key

@@ -35,6 +35,11 @@ def check_arrays(tree: Any, what: str) -> list[jax.Array]:
                 "which is not an array. "
                 "Wrap it in jnp.asarray(...): a Python value is the same on every replica."
             )
+        if getattr(leaf.dtype, "kind", "") in "OSU":
+            raise TypeError(
+                f"{what} got an array of dtype {leaf.dtype} at {path or 'its root'}, which no device "
+                "can hold: keep text and objects outside of the step."
+            )
         arrays.append(jnp.asarray(leaf))
     return arrays
 

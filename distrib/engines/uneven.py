@@ -1,10 +1,7 @@
 """Steps whose replicas see different shapes, such as the last batch of an epoch.
 
-The step is traced once for each distinct shape. Replicas of one shape form a group; the programs of
-the groups are brought together at their collectives: between two of them every replica runs, by a
-`jax.lax.switch`, the stretch of its own group's program. What depends on nothing but variables and
-results of collectives is computed outside of the switch, once for all, so that copies of variables
-stay equal bit by bit.
+The step is traced once for each distinct shape. Replicas of one shape form a group, and the
+programs of the groups are brought together at their collectives (:mod:`distrib.engines.together`).
 """
 
 from __future__ import annotations
@@ -13,21 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from distrib.engines.lift import Lifted
-from distrib.engines.meetings import cut, is_literal, is_mean, look_up, needed
 from distrib.engines.placement import UpdatePlacement
 from distrib.engines.signature import Kind, traced_form
-from distrib.engines.spmd import Leaf, Step, entered_form
+from distrib.engines.spmd import Leaf, Step
+from distrib.engines.together import Forms, Together
 from distrib.engines.weights import ExampleWeights
 from distrib.errors import UnevenReplicasError
-from distrib.platform.jax_compat import bind_equation
-from distrib.platform.mesh import REPLICA_AXIS
 from distrib.values import PerReplica
 
-Forms = tuple[jax.ShapeDtypeStruct, ...]
 Lift = Callable[[Sequence[jax.ShapeDtypeStruct], ExampleWeights], Lifted]
 
 
@@ -62,7 +55,7 @@ def make_step(
     steps = [lifted(forms_of[i], ExampleWeights(examples[i], sum(examples), size)) for i in members]
     _check_alike(steps)
     entering = [_leaf(leaf, key) for leaf, key in zip(leaves, keys, strict=True)]
-    together = _Together(
+    together = Together(
         steps, [forms_of[i] for i in members], group_of, [examples[i] for i in members], entering
     )
     step = Step(steps[0], entering, mesh, placement, together.body, together.finish())
@@ -131,283 +124,3 @@ def _check_alike(steps: Sequence[Lifted]) -> None:
                 "another. "
                 "Do not branch on the shape of a batch."
             )
-
-
-class _Together:
-    """The programs of several groups of replicas as one program."""
-
-    def __init__(
-        self,
-        steps: Sequence[Lifted],
-        forms: Sequence[Forms],
-        group_of: Sequence[int],
-        examples: Sequence[int],
-        leaves: Sequence[Leaf],
-    ):
-        self._size = len(group_of)
-        self._steps = steps
-        self._forms = forms
-        self._group_of = group_of
-        self._examples = examples
-        self._share = [self._size * k / sum(examples[g] for g in group_of) for k in examples]
-        self._leaves = leaves
-        self._cuts = [cut(step.jaxpr, self._size) for step in steps]
-        self._check_meetings()
-        count = steps[0].num_outputs
-        avals = [c.jaxpr.out_avals[:count] for c in self._cuts]
-        self._uniform = [
-            all(a[i].shape == avals[0][i].shape and a[i].dtype == avals[0][i].dtype for a in avals)
-            for i in range(count)
-        ]
-        self._all_common = self._find_common()
-        self._wanted = [self._find_wanted(g) for g in range(len(steps))]
-
-    def _check_meetings(self) -> None:
-        first = self._cuts[0]
-        for other, forms in zip(self._cuts[1:], self._forms[1:], strict=True):
-            pairs = zip(first.meetings, other.meetings, strict=False)
-            for mine, theirs in pairs:
-                if _meeting(mine) != _meeting(theirs):
-                    raise UnevenReplicasError(
-                        f"Replicas with arguments of shapes {_shown(self._forms[0])} and "
-                        f"{_shown(forms)} meet at "
-                        f"different collectives: {_meeting(mine)} and {_meeting(theirs)}. A "
-                        "collective needs equal shapes "
-                        "on all replicas: reduce over the batch before it."
-                    )
-            if len(first.meetings) != len(other.meetings):
-                raise UnevenReplicasError(
-                    f"Replicas with arguments of shapes {_shown(self._forms[0])} and "
-                    f"{_shown(forms)} meet at "
-                    f"{len(first.meetings)} and {len(other.meetings)} collectives: one would wait "
-                    "for ever."
-                )
-
-    def body(self, values: dict[int, Any], arrays: list, nnx: list) -> tuple[list, list, list]:
-        """Run the program of a replica, whichever its group."""
-        group = jnp.asarray(self._group_of)[jax.lax.axis_index(REPLICA_AXIS)]
-        environments = [self._inputs(g, values, arrays, nnx) for g in range(len(self._steps))]
-        last = len(self._cuts[0].stretches) - 1
-        for index in range(last):
-            self._run_common(index, environments[0])
-            self._run_stretch(index, group, environments)
-        self._run_common(last, environments[0])
-        return self._results(last, group, environments)
-
-    def _inputs(self, g: int, values: dict[int, Any], arrays: list, nnx: list) -> dict[Any, Any]:
-        inputs = []
-        for array, leaf, form in zip(arrays, self._leaves, self._forms[g], strict=True):
-            if leaf.kind is Kind.UNEVEN:
-                inputs.append(array[0][tuple(slice(0, d) for d in form.shape)])
-            else:
-                inputs.append(entered_form(array, leaf))
-        inputs += [*nnx, *(values.get(id(v), 0) for v in self._steps[g].variables)]
-        environment = self._cuts[g].constants()
-        environment.update(zip(self._cuts[g].inputs, inputs, strict=True))
-        return environment
-
-    def _common_inputs(self) -> set[Any]:
-        """Return the inputs of the first group's program that are equal on every replica."""
-        step, cuts = self._steps[0], self._cuts[0]
-        differs = [leaf.kind is not Kind.EVERYWHERE for leaf in self._leaves]
-        differs += [False] * step.num_nnx
-        differs += [v.storage.per_replica for v in step.variables]
-        equal = {v for v, d in zip(cuts.inputs, differs, strict=True) if not d}
-        return equal | set(cuts.constants())
-
-    def _find_wanted(self, g: int) -> set[Any]:
-        """Return what group ``g`` must compute: outputs, and what it brings to meetings.
-
-        New values of variables that are equal everywhere are taken from the first group's program.
-        """
-        cuts, step = self._cuts[g], self._steps[g]
-        outputs = list(cuts.outputs[: step.num_outputs])
-        outputs += [
-            mine
-            for mine, first in zip(
-                cuts.outputs[step.num_outputs :],
-                self._cuts[0].outputs[step.num_outputs :],
-                strict=True,
-            )
-            if g == 0 or not self._is_common_output(first)
-        ]
-        return needed(cuts, outputs)
-
-    def _is_common_output(self, atom: Any) -> bool:
-        return is_literal(atom) or atom in self._all_common
-
-    def _find_common(self) -> set[Any]:
-        """Return all variables of the first group's program that are equal on every replica."""
-        common = self._common_inputs()
-        for index, stretch in enumerate(self._cuts[0].stretches):
-            for equation in stretch:
-                if _depends_only_on(equation, common):
-                    common.update(equation.outvars)
-            if index < len(self._cuts[0].meetings):
-                common.update(self._cuts[0].meetings[index].outvars)
-        return common
-
-    def _run_common(self, index: int, environment: dict[Any, Any]) -> None:
-        for equation in self._cuts[0].stretches[index]:
-            if _depends_only_on(equation, self._all_common):
-                _run(equation, environment)
-
-    def _run_stretch(
-        self,
-        index: int,
-        group: Any,
-        environments: list[dict[Any, Any]],
-    ) -> None:
-        """Run a stretch and the meeting after it."""
-        kept = [
-            [
-                v
-                for equation in cuts.stretches[index]
-                for v in equation.outvars
-                if v in self._wanted[g] and not (g == 0 and v in self._all_common)
-            ]
-            for g, cuts in enumerate(self._cuts)
-        ]
-        meetings = [cuts.meetings[index] for cuts in self._cuts]
-
-        def brings(g: int, values: dict[Any, Any]) -> list[Any]:
-            return [
-                self._counted(g, index, i, look_up(values, atom))
-                for i, atom in enumerate(meetings[g].invars)
-            ]
-
-        results, brought = self._switch(index, group, environments, kept, brings)
-        for environment, variables, new in zip(environments, kept, results, strict=True):
-            environment.update(zip(variables, new, strict=True))
-        met = bind_equation(meetings[0], brought)
-        for environment, meeting in zip(environments, meetings, strict=True):
-            environment.update(zip(meeting.outvars, met, strict=True))
-
-    def _switch(
-        self,
-        index: int,
-        group: Any,
-        environments: list[dict[Any, Any]],
-        kept: list[list[Any]],
-        returns: Callable[[int, dict[Any, Any]], list[Any]],
-    ) -> tuple[list[list[Any]], list[Any]]:
-        """Run a stretch of each group's program on its replicas.
-
-        Returns:
-          For each group the values that it keeps, which are zeros on the replicas of others; and
-          what ``returns`` gives, of which every replica has its own.
-        """
-
-        def branch(g: int) -> Callable[[], Any]:
-            def run() -> Any:
-                values = dict(environments[g])
-                for equation in self._cuts[g].stretches[index]:
-                    done = g == 0 and _depends_only_on(equation, self._all_common)
-                    if not done and (
-                        equation.effects or any(v in self._wanted[g] for v in equation.outvars)
-                    ):
-                        _run(equation, values)
-                mine = [values[v] for v in kept[g]]
-                others = [
-                    mine if h == g else [jnp.zeros(v.aval.shape, v.aval.dtype) for v in kept[h]]
-                    for h in range(len(kept))
-                ]
-                return others, returns(g, values)
-
-            return run
-
-        return jax.lax.switch(group, [branch(g) for g in range(len(self._steps))])
-
-    def _counted(self, g: int, index: int, operand: int, value: Any) -> Any:
-        """Return what a replica of group ``g`` adds to a sum over the replicas."""
-        if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
-            return value
-        if is_mean(self._cuts[g], index, operand, self._size):
-            if self._examples[g] == 0:
-                return jnp.zeros_like(value)
-            return value * jnp.asarray(self._share[g], jnp.result_type(value))
-        if self._examples[g] == 0 and "psum" in self._cuts[g].meetings[index].primitive.name:
-            return jnp.where(jnp.isnan(value), 0, value)
-        return value
-
-    def _results(
-        self,
-        index: int,
-        group: Any,
-        environments: list[dict[Any, Any]],
-    ) -> tuple[list, list, list]:
-        """Run the last stretch and return outputs, what is equal everywhere, and new values."""
-        step = self._steps[0]
-        count = step.num_outputs
-        first = self._cuts[0].outputs
-        own = [i for i, uniform in enumerate(self._uniform) if uniform]
-        own += [i for i in range(count, len(first)) if not self._is_common_output(first[i])]
-        ragged = [i for i, uniform in enumerate(self._uniform) if not uniform]
-        kept = [[cuts.outputs[i] for i in ragged] for cuts in self._cuts]
-
-        def returns(g: int, values: dict[Any, Any]) -> list[Any]:
-            outputs = self._cuts[g].outputs
-            return [jnp.asarray(look_up(values, outputs[i]), first[i].aval.dtype) for i in own]
-
-        rows, selected = self._switch(index, group, environments, kept, returns)
-        chosen = dict(zip(own, selected, strict=True))
-        outputs: list[Any] = []
-        for i in range(count):
-            if self._uniform[i]:
-                outputs.append(chosen[i][None])
-            else:
-                outputs += [rows[g][ragged.index(i)][None] for g in range(len(self._cuts))]
-        rest = [
-            chosen[i] if i in chosen else look_up(environments[0], first[i])
-            for i in range(count, len(first))
-        ]
-        split_at = len(rest) - len(step.writes)
-        return outputs, rest[:split_at], rest[split_at:]
-
-    def finish(self) -> Callable[[list], Any]:
-        """Return the function that turns the outputs of the step into what ``run`` returns."""
-        output, uniform = self._steps[0].output, self._uniform
-        group_of, groups = list(self._group_of), len(self._steps)
-
-        def finish(outputs: list) -> Any:
-            remaining = iter(outputs)
-            values = []
-            for alike in uniform:
-                if alike:
-                    values.append(PerReplica.stacked(next(remaining)))
-                    continue
-                parts = [PerReplica.stacked(next(remaining)).values for _ in range(groups)]
-                values.append(PerReplica([parts[g][i] for i, g in enumerate(group_of)]))
-            return output(values)
-
-        return finish
-
-
-def _run(equation: Any, environment: dict[Any, Any]) -> None:
-    operands = [look_up(environment, atom) for atom in equation.invars]
-    environment.update(zip(equation.outvars, bind_equation(equation, operands), strict=True))
-
-
-def _depends_only_on(equation: Any, common: set[Any]) -> bool:
-    if equation.effects or equation.primitive.name == "axis_index":
-        return False
-    return all(is_literal(atom) or atom in common for atom in equation.invars) and not any(
-        _contains_axis_index(value) for value in equation.params.values()
-    )
-
-
-def _contains_axis_index(value: Any) -> bool:
-    inner = getattr(value, "jaxpr", value)
-    return hasattr(inner, "eqns") and any(
-        e.primitive.name == "axis_index" or any(map(_contains_axis_index, e.params.values()))
-        for e in inner.eqns
-    )
-
-
-def _meeting(equation: Any) -> str:
-    forms = ", ".join(f"{a.aval.dtype}{list(a.aval.shape)}" for a in equation.invars)
-    return f"{equation.primitive.name}({forms})"
-
-
-def _shown(forms: Forms) -> str:
-    return ", ".join(f"{form.dtype}{list(form.shape)}" for form in forms)

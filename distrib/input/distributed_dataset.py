@@ -202,7 +202,8 @@ def datasets_from_function(
 def _draw(sources: Sequence[Source], size: int) -> Iterator[list[Any]]:
     """Draw an element for each replica, from its own source or in turn from the one there is.
 
-    At the end, replicas for which nothing is left get empty pieces.
+    At the end, replicas for which nothing is left get empty pieces. Of scalars there are none: as in
+    tf.distribute, what does not suffice for all replicas is left out.
     """
     iterators = [iter(source) for source in sources]
     if len(iterators) == 1:
@@ -212,5 +213,10 @@ def _draw(sources: Sequence[Source], size: int) -> Iterator[list[Any]]:
         filled = [element[0] for element in drawn if element]
         if not filled:
             return
-        empty = jax.tree.map(lambda x: x[:0] if np.ndim(x) else x, filled[0])
+        if len(filled) == size:
+            yield filled
+            continue
+        if any(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(filled[0])):
+            return  # A scalar has no empty piece, and the same one twice would count twice.
+        empty = jax.tree.map(lambda x: x[:0], filled[0])
         yield [element[0] if element else empty for element in drawn]

@@ -14,7 +14,7 @@ from distrib.context import (
     require_cross_replica_context,
     require_same_strategy,
 )
-from distrib.errors import ContextError
+from distrib.errors import ContextError, VariableError
 from distrib.platform import Device, device_string
 from distrib.reduce_op import ReduceOp
 from distrib.strategies.answers import Combiner, Engine, VariableHome
@@ -189,10 +189,10 @@ class StrategyExtended:
         """Create variables where ``colocate_with_variable`` lives, as this strategy does anyway.
 
         Raises:
-          ContextError: if that variable belongs to another strategy.
+          VariableError: if that variable belongs to another strategy.
         """
         if not self.variable_created_in_scope(colocate_with_variable):
-            raise ContextError(
+            raise VariableError(
                 "`colocate_vars_with` must only be passed a variable created in this strategy's "
                 "scope, not "
                 f"{colocate_with_variable.name!r} of "

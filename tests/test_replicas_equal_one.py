@@ -6,6 +6,7 @@ difference in a tensor over the largest value in it.
 
 import functools
 import gzip
+import math
 import pathlib
 
 import flax.linen as nn
@@ -38,6 +39,11 @@ EVEN = [
 ]
 
 
+def flat(x):
+    # With -1 for the length, a replica without examples would leave it undetermined.
+    return x.reshape(x.shape[0], math.prod(x.shape[1:]))
+
+
 class Mlp(nn.Module):
     """Two layers."""
 
@@ -45,7 +51,7 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x, train):
-        x = nn.relu(nn.Dense(32)(x.reshape(x.shape[0], -1)))
+        x = nn.relu(nn.Dense(32)(flat(x)))
         return nn.Dense(10)(x)
 
 
@@ -67,7 +73,7 @@ class Cnn(nn.Module):
                 use_running_average=not train, momentum=0.9, axis_name=self.axis_name
             )(x)
             x = nn.relu(x)
-        return nn.Dense(10)(x.reshape(x.shape[0], -1))
+        return nn.Dense(10)(flat(x))
 
 
 MODELS = {"MLP": Mlp, "CNN": Cnn}

@@ -121,5 +121,5 @@ def what_changed(signatures: Sequence[Any]) -> str:
 def _shown(leaf: Any) -> str:
     kind, key = leaf
     if isinstance(key, tuple):
-        return f"{kind.value} {', '.join(str(getattr(part, 'value', part)) for part in key)}"
+        return f"{kind.value} {', '.join(str(getattr(part, 'value', part)) for part in key[:3])}"
     return f"{kind.value} {getattr(key, '__name__', repr(key))}"

@@ -114,6 +114,7 @@ class SpmdEngine:
             x for x, (kind, _) in zip(leaves, keys, strict=True) if kind is not Kind.OBJECT
         ]
         array_keys = [key for key in keys if key[0] is not Kind.OBJECT]
+        check_components(array_leaves, size)
         rebuild = _rebuilder(treedef, leaves, keys)
         varying = tuple(kind is not Kind.EVERYWHERE for kind, _ in array_keys)
 
@@ -132,7 +133,7 @@ class SpmdEngine:
             return uneven.make_step(lifted, array_leaves, array_keys, self._mesh, self._placement)
         forms = [traced_form(x, key) for x, (_, key) in zip(array_leaves, array_keys, strict=True)]
         entering = [
-            Leaf(kind, key, entering_form(leaf, key, form))
+            entering_leaf(leaf, kind, key, form, self._mesh)
             for leaf, (kind, key), form in zip(array_leaves, array_keys, forms, strict=True)
         ]
         step = lifted(forms)
@@ -149,11 +150,30 @@ class SpmdEngine:
         )
 
 
-def entering_form(leaf: Any, key: Any, form: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype of a leaf as it lies on the whole mesh."""
+def check_components(leaves: Sequence[Any], num_replicas: int) -> None:
+    """Check that per-replica arguments have a component for each replica.
+
+    Raises:
+      ValueError: if one has more or fewer.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, PerReplica):
+            mesh = None if leaf.whole is None else leaf.whole.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+            count = len(leaf.values) if mesh is None else mesh.devices.size
+            if count != num_replicas:
+                raise ValueError(
+                    f"strategy.run got a PerReplica with {count} components, and the strategy has "
+                    f"{num_replicas} replicas: make it with this strategy, by "
+                    "experimental_distribute_values_from_function or a distributed dataset."
+                )
+
+
+def entering_leaf(leaf: Any, kind: Kind, key: Any, form: jax.ShapeDtypeStruct, mesh: Mesh) -> Leaf:
+    """Describe how a leaf enters a program on ``mesh``."""
     if isinstance(leaf, PerReplica):
-        return jax.ShapeDtypeStruct(key[1], form.dtype)
-    return form
+        moved = key[3] is not None and key[3] != mesh
+        return Leaf(kind, key, jax.ShapeDtypeStruct(key[1], form.dtype), moved)
+    return Leaf(kind, key, form)
 
 
 def _unjitted(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -69,10 +69,15 @@ def leaf_key(leaf: Any) -> tuple[Kind, Any]:
     if isinstance(leaf, PerReplica):
         if leaf.signature is None:
             leaf.signature = _components_signature(leaf)
-        return (
-            Kind.UNEVEN if leaf.signature[0] is Layout.COMPONENTS else Kind.SPLIT
-        ), leaf.signature
+        uneven = leaf.signature[0] is Layout.COMPONENTS
+        return (Kind.UNEVEN if uneven else Kind.SPLIT), leaf.signature
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        # The dtype of typed PRNG keys is not NumPy's.
+        if isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in "OSU":
+            raise TypeError(
+                f"strategy.run got an array of dtype {leaf.dtype}, which no device can hold: convert "
+                "it to numbers, or pass single strings, which are constants of the program."
+            )
         return Kind.EVERYWHERE, (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False))
     if isinstance(leaf, _BY_VALUE):
         return Kind.OBJECT, leaf
@@ -109,7 +114,7 @@ def _components_signature(leaf: PerReplica) -> tuple[Any, ...]:
         )
     forms = [(np.shape(part), jnp.result_type(part)) for part in parts]
     if all(form == forms[0] for form in forms):
-        return (Layout.STACKED, (len(parts), *forms[0][0]), forms[0][1])
+        return (Layout.STACKED, (len(parts), *forms[0][0]), forms[0][1], None)
     return (Layout.COMPONENTS, tuple(forms))
 
 
@@ -121,11 +126,12 @@ def traced_form(leaf: Any, key: Any) -> jax.ShapeDtypeStruct:
       key: its key, from :func:`leaf_key`.
     """
     if isinstance(leaf, PerReplica):
-        layout, shape, dtype = key
+        layout, shape, dtype, _ = key
         if layout is Layout.STACKED:
             return jax.ShapeDtypeStruct(shape[1:], dtype)
         return jax.ShapeDtypeStruct((shape[0] // len(leaf.values), *shape[1:]), dtype)
     if isinstance(key, type):
         return jax.ShapeDtypeStruct((), jnp.result_type(key), weak_type=True)
     shape, dtype, weak_type = key
-    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype), weak_type=weak_type)
+    dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)

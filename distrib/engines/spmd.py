@@ -42,11 +42,13 @@ class Leaf:
       kind: how it enters the program.
       key: what of it the program depends on.
       form: shape and dtype of the array that enters, over all devices.
+      moved: whether it lies on the devices of another strategy and is moved at each call.
     """
 
     kind: Kind
     key: Any
     form: jax.ShapeDtypeStruct
+    moved: bool = False
 
     @property
     def spec(self) -> PartitionSpec:
@@ -101,7 +103,7 @@ class Step:
         """
         arrays = [
             value.whole
-            if type(value) is PerReplica and value.whole is not None
+            if type(value) is PerReplica and value.whole is not None and not leaf.moved
             else self._entering(value, leaf)
             for value, leaf in zip(leaves, self._leaves, strict=True)
         ]
@@ -124,6 +126,8 @@ class Step:
         if leaf.kind is Kind.UNEVEN:
             return stack_padded(value, leaf.form, self._mesh)
         if isinstance(value, PerReplica):
+            if leaf.moved:
+                return jax.device_put(value.whole, split(self._mesh))
             return stack_components(value, self._mesh)
         if isinstance(value, Mirrored):
             value = value.values[0] if value.whole is None else value.whole

@@ -54,7 +54,7 @@ def make_step(
     members = [group_of.index(g) for g in range(len(groups))]
     steps = [lifted(forms_of[i], ExampleWeights(examples[i], sum(examples), size)) for i in members]
     _check_alike(steps)
-    entering = [_leaf(leaf, key) for leaf, key in zip(leaves, keys, strict=True)]
+    entering = [_leaf(leaf, key, mesh) for leaf, key in zip(leaves, keys, strict=True)]
     together = Together(
         steps, [forms_of[i] for i in members], group_of, [examples[i] for i in members], entering
     )
@@ -87,11 +87,12 @@ def _examples(keys: Sequence[tuple[Kind, Any]], size: int) -> list[int]:
     return [1] * size
 
 
-def _leaf(leaf: Any, kind_and_key: tuple[Kind, Any]) -> Leaf:
+def _leaf(leaf: Any, kind_and_key: tuple[Kind, Any], mesh: Mesh) -> Leaf:
     kind, key = kind_and_key
     if kind is not Kind.UNEVEN:
         if isinstance(leaf, PerReplica):
-            return Leaf(kind, key, jax.ShapeDtypeStruct(key[1], key[2]))
+            moved = key[3] is not None and key[3] != mesh
+            return Leaf(kind, key, jax.ShapeDtypeStruct(key[1], key[2]), moved)
         return Leaf(kind, key, traced_form(leaf, key))
     shapes = [shape for shape, _ in key[1]]
     dtypes = {dtype for _, dtype in key[1]}

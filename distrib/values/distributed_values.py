@@ -90,7 +90,7 @@ class PerReplica(DistributedValues):
         self.whole = whole
         self.layout = layout
         self.local = None
-        self.signature = (layout, whole.shape, whole.dtype)
+        self.signature = (layout, whole.shape, whole.dtype, whole.sharding.mesh)  # pyright: ignore[reportAttributeAccessIssue]
         return self
 
     @classmethod

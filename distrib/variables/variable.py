@@ -233,7 +233,7 @@ class Variable(ArrayOperators):
         head = f"<distrib.Variable {self._name!r} shape={self._shape} dtype={self._dtype}"
         if current_program() is not None:
             return f"{head} (inside a step)>"
-        copies = ", ".join(f"{i}: {np.asarray(copy)!r}" for i, copy in enumerate(self.values))
+        copies = ", ".join(f"{i}: {copy}" for i, copy in enumerate(self.values))
         return f"{head} {{{copies}}}>"
 
 

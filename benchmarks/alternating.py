@@ -1,9 +1,9 @@
 """Time two ways of doing one thing in alternation, so that a busy machine slows both alike.
 
-A round times ``calls`` calls of the one and then of the other; the next round begins with the other.
-Three ratios, ours over the reference's, come out of the rounds: of the medians, of the minima, and the
-median of each round's own ratio. The last one is the most robust where the load of the machine
-changes in the course of a run, and is the one that targets are held against.
+A round times ``calls`` calls of the one and then of the other; the next round begins with the
+other. Three ratios, ours over the reference's, come out of the rounds: of the medians, of the
+minima, and the median of each round's own ratio. The last one is the most robust where the load of
+the machine changes in the course of a run, and is the one that targets are held against.
 """
 
 from __future__ import annotations

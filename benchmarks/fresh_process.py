@@ -22,7 +22,11 @@ def run_fresh(arguments: Sequence[str], timeout: float | None = None) -> Any:
       subprocess.TimeoutExpired: if it takes more than ``timeout`` seconds.
     """
     finished = subprocess.run(
-        [sys.executable, *arguments], stdout=subprocess.PIPE, text=True, timeout=timeout, check=False
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
     lines = finished.stdout.splitlines()
     if finished.returncode != 0 or not lines:

@@ -69,7 +69,7 @@ def mean_loss(apply: Callable[[Params, Any], jax.Array]) -> Loss:
 
 
 def hand_written_step(loss: Loss, tx: optax.GradientTransformation, mesh: Mesh) -> Any:
-    """Return ``(params, opt_state, x, y) -> (params, opt_state, losses)``, jitted, with donation."""
+    """Return ``(params, opt_state, x, y) -> (params, opt_state, losses)``, jitted; it donates."""
 
     def step(params: Params, opt_state: Any, x: Any, y: Any) -> tuple[Any, Any, Any]:
         value, grads = jax.value_and_grad(loss)(params, x, y)

@@ -1,7 +1,7 @@
 """The cost of ``strategy.run``, against the same step as a hand-written jitted ``shard_map``.
 
-Targets: the step of a perceptron 784-128-10, batch 128, takes at most 1.05 times as long, on 1, 2 and 4
-devices; and a call with 200 variables takes at most 30 us more of Python.
+Targets: the step of a perceptron 784-128-10, batch 128, takes at most 1.05 times as long, on 1, 2
+and 4 devices; and a call with 200 variables takes at most 30 us more of Python.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--devices", default="1,2,4", help="numbers of devices, by commas")
     flags.add_argument("--kind", default="CPU", help="the kind of device; CPU devices are virtual")
-    flags.add_argument("--profile", action="store_true", help="always show where Python spends time")
+    flags.add_argument(
+        "--profile", action="store_true", help="always show where Python spends time"
+    )
     flags.add_argument("--child", choices=("step", "python"), help=argparse.SUPPRESS)
     args = flags.parse_args()
     if args.child:
@@ -86,7 +88,7 @@ def step_time(args: argparse.Namespace) -> Comparison:
         timed(reference, wait_for),
         rounds=2 if args.quick else 200,
         calls=5 if args.quick else 40,
-        most=RATIO_AT_MOST,
+        most=None if args.quick else RATIO_AT_MOST,
     )
     print(compared.line(), flush=True)
     return compared
@@ -140,10 +142,10 @@ def python_time(args: argparse.Namespace) -> Comparison:
         timed(reference, wait_for, each=True),
         rounds=2 if args.quick else 200,
         calls=5 if args.quick else 40,
-        difference_most=PYTHON_AT_MOST,
+        difference_most=None if args.quick else PYTHON_AT_MOST,
     )
     print(compared.line(), flush=True)
-    if args.profile or (not compared.met and not args.quick):
+    if args.profile or compared.met is False:
         show_profile(ours, calls=2000)
     return compared
 

@@ -1,13 +1,14 @@
 """The reference of ``tf_mirrored.py``: tf.distribute's MirroredStrategy, driven over stdin.
 
-Runs in an interpreter that has TensorFlow and need not have JAX. Arguments: the number of replicas, and
-``loop``, ``keras`` or ``lean``. Prints ``ready VERSION``; then for each line with a number of steps, the
-seconds that so many steps took.
+Runs in an interpreter that has TensorFlow and need not have JAX. Arguments: the number of replicas,
+and ``loop``, ``keras`` or ``lean``. Prints ``ready VERSION``; then for each line with a number of
+steps, the seconds that so many steps took.
 
-All steps are a perceptron 784-128-10 with SGD, batch 128, in one ``tf.function``. ``keras`` is the one of
-TensorFlow's tutorial on custom training: a Keras model and optimizer. ``loop`` is the tutorial's loop
-around it: a shuffled ``tf.data`` pipeline of arrays, and the losses reduced in each step. ``lean`` is the
-fastest step found: plain variables with aggregation MEAN, which reduce what each replica subtracts.
+All steps are a perceptron 784-128-10 with SGD, batch 128, in one ``tf.function``. ``keras`` is the
+one of TensorFlow's tutorial on custom training: a Keras model and optimizer. ``loop`` is the
+tutorial's loop around it: a shuffled ``tf.data`` pipeline of arrays, and the losses reduced in each
+step. ``lean`` is the fastest step found: plain variables with aggregation MEAN, which reduce what
+each replica subtracts.
 """
 
 import os

@@ -12,7 +12,7 @@ import pytest
 import distrib
 from distrib import errors
 from tests.support.fresh_python import run_python
-from tests.support.strategies import devices, mirrored, on_every_strategy, on_two_replicas
+from tests.support.strategies import on_every_strategy, on_two_replicas
 
 KINDS = [distrib.MirroredStrategy, distrib.CentralStorageStrategy]
 
@@ -22,7 +22,7 @@ KINDS = [distrib.MirroredStrategy, distrib.CentralStorageStrategy]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_such_device(kind):
-    with pytest.raises(errors.DeviceError, match=r"CPU:99.*8 CPU"):
+    with pytest.raises(errors.DeviceError, match=r"no device 'CPU:99'.*CPU:7"):
         kind(["CPU:0", "CPU:99"])
 
 
@@ -142,7 +142,7 @@ def test_a_merge_function_that_raises_leaves_everything_as_it_was(make_strategy)
         strategy.run(step)
     assert float(v) == 1.0
     assert not distrib.has_strategy()
-    strategy.run(lambda: v.assign(5.0))
+    strategy.run(lambda x: v.assign(x), args=(5.0,))
     assert float(v) == 5.0
 
 
@@ -157,7 +157,7 @@ class Thing:
 def test_an_output_that_is_not_an_array(make_strategy):
     strategy = make_strategy()
     with strategy.scope():
-        v = distrib.Variable(1.0)
+        v = distrib.Variable(1.0, aggregation=distrib.VariableAggregation.MEAN)
 
     def step():
         v.assign(2.0)
@@ -174,7 +174,7 @@ def test_an_output_that_is_not_an_array(make_strategy):
 def test_a_traced_value_that_escapes(make_strategy):
     strategy = make_strategy()
     kept = []
-    strategy.run(lambda: kept.append(jnp.ones(()) * distrib.get_replica_context().replica_id_in_sync_group))
+    strategy.run(lambda x: kept.append(x), args=(1.0,))
     with pytest.raises(errors.TracedValueError, match="escape"):
         strategy.run(lambda: kept[0] + 1)
 
@@ -332,8 +332,3 @@ print("steps", int(state.step))
 def test_eight_virtual_devices_do_not_deadlock():
     assert run_python(THOUSAND_STEPS, timeout=120).split() == ["steps", "1000"]
 
-
-def test_a_mirrored_strategy_of_one_device_is_whole():
-    strategy = mirrored(1)
-    assert strategy.extended.worker_devices[0].endswith(devices(1)[0])
-    assert float(strategy.run(lambda: jax.numpy.ones(()))) == 1.0

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from distrib.collectives.cross_device_ops import CrossDeviceOps
 from distrib.collectives.options import CommunicationOptions
@@ -35,10 +36,10 @@ def check_arrays(tree: Any, what: str) -> list[jax.Array]:
                 "which is not an array. "
                 "Wrap it in jnp.asarray(...): a Python value is the same on every replica."
             )
-        if getattr(leaf.dtype, "kind", "") in "OSU":
+        if isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in "OSU":
             raise TypeError(
-                f"{what} got an array of dtype {leaf.dtype} at {path or 'its root'}, which no device "
-                "can hold: keep text and objects outside of the step."
+                f"{what} got an array of dtype {leaf.dtype} at {path}, which no device can hold: "
+                "keep text and objects outside of the step."
             )
         arrays.append(jnp.asarray(leaf))
     return arrays

@@ -118,7 +118,11 @@ class SpmdEngine:
         rebuild = _rebuilder(treedef, leaves, keys)
         varying = tuple(kind is not Kind.EVERYWHERE for kind, _ in array_keys)
 
-        def lifted(forms: Sequence[jax.ShapeDtypeStruct], weights: Any = None) -> Any:
+        def lifted(
+            forms: Sequence[jax.ShapeDtypeStruct],
+            weights: Any = None,
+            axis_size: int | None = None,
+        ) -> Any:
             return lift(
                 self._strategy,
                 Call(fn, rebuild, tuple(forms), varying, nnx),
@@ -127,6 +131,7 @@ class SpmdEngine:
                 deferred=self._placement.deferred,
                 weights=weights,
                 devices=(self._device,),
+                axis_size=axis_size,
             )
 
         if any(kind is Kind.UNEVEN for kind, _ in array_keys):

@@ -106,6 +106,7 @@ def lift(
     deferred: bool,
     weights: ExampleWeights | None = None,
     devices: tuple[str, ...] = (),
+    axis_size: int | None = None,
 ) -> Lifted:
     """Trace the function of a call.
 
@@ -117,6 +118,7 @@ def lift(
       deferred: whether updates are applied outside of the program.
       weights: the examples of each replica, where they differ.
       devices: what the replica context gives as its device.
+      axis_size: the size of the mesh axis, if it is not to be the number of replicas.
 
     Raises:
       TracedValueError: if Python code needs a value that exists only when the step runs.
@@ -126,7 +128,17 @@ def lift(
     variables = live_variables(strategy)
     while True:
         try:
-            return _trace(strategy, call, variables, num_replicas, ops, deferred, weights, devices)
+            return _trace(
+                strategy,
+                call,
+                variables,
+                num_replicas,
+                ops,
+                deferred,
+                weights,
+                devices,
+                axis_size or num_replicas,
+            )
         except UnknownVariable as unknown:
             # A variable of another strategy, or of none. It is an input like the others.
             variables = [*variables, unknown.variable]
@@ -141,6 +153,7 @@ def _trace(
     deferred: bool,
     weights: ExampleWeights | None,
     devices: tuple[str, ...],
+    axis_size: int,
 ) -> Lifted:
     trace = _Trace()
     num_leaves = len(call.forms)
@@ -170,7 +183,7 @@ def _trace(
         forms += [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in call.nnx.arrays]
     forms += [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
     try:
-        jaxpr = jax.make_jaxpr(flat_step, axis_env=[(REPLICA_AXIS, num_replicas)])(*forms)
+        jaxpr = jax.make_jaxpr(flat_step, axis_env=[(REPLICA_AXIS, axis_size)])(*forms)
     except jax.errors.ConcretizationTypeError as error:
         raise _traced_value_error(error) from error
     except jax.errors.UnexpectedTracerError as error:

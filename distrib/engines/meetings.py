@@ -163,22 +163,44 @@ def needed(stretches: Stretches, outputs: Sequence[Any]) -> set[Any]:
     return wanted
 
 
-def is_mean(stretches: Stretches, index: int, operand: int, num_replicas: int) -> bool:
-    """Tell whether a sum over the replicas is a step of a mean, as `jax.lax.pmean` makes it.
+def divisions(stretches: Stretches, by: int) -> list[tuple[int, int]]:
+    """Return the places, stretch and equation, where something is divided by the number ``by``."""
+    return [
+        (i, j)
+        for i, stretch in enumerate(stretches.stretches)
+        for j, equation in enumerate(stretch)
+        if equation.primitive.name == "div"
+        and is_literal(equation.invars[1])
+        and float(equation.invars[1].val) == by
+    ]
+
+
+def means(stretches: Stretches, places: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Return the sums over the replicas that are steps of means, as `jax.lax.pmean` makes them.
 
     A mean is a sum that is divided by the number of replicas, and nothing else is made of the sum;
-    its gradient is the sum of something divided by that number. With unequal batches a replica
-    counts in such a mean as often as it has examples, so that synchronised batch normalisation
-    gives the statistics of the whole batch. The gradient is then weighted in the same way: each
-    replica stands for as many equal ones as it has examples.
-    """
-    meeting = stretches.meetings[index]
-    if meeting.primitive.name not in ("psum", "psum_invariant"):
-        return False
+    its gradient is the sum of something divided by that number.
 
+    Args:
+      stretches: the program.
+      places: where it divides by the number of replicas.
+
+    Returns:
+      Meetings and their operands, by position.
+    """
+    dividing = [stretches.stretches[i][j] for i, j in places]
+    return {
+        (index, operand)
+        for index, meeting in enumerate(stretches.meetings)
+        if meeting.primitive.name in ("psum", "psum_invariant")
+        for operand in range(len(meeting.invars))
+        if _is_mean(stretches, meeting, operand, dividing)
+    }
+
+
+def _is_mean(stretches: Stretches, meeting: Any, operand: int, dividing: list[Any]) -> bool:
     def divides(equation: Any) -> bool:
-        by = equation.invars[1] if equation.primitive.name == "div" else None
-        return is_literal(by) and float(getattr(by, "val", 0.0)) == num_replicas
+        return any(equation is other for other in dividing)
 
     equations = [e for stretch in stretches.stretches for e in stretch]
     total, summand = meeting.outvars[operand], meeting.invars[operand]

@@ -75,8 +75,8 @@ def leaf_key(leaf: Any) -> tuple[Kind, Any]:
         # The dtype of typed PRNG keys is not NumPy's.
         if isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in "OSU":
             raise TypeError(
-                f"strategy.run got an array of dtype {leaf.dtype}, which no device can hold: convert "
-                "it to numbers, or pass single strings, which are constants of the program."
+                f"strategy.run got an array of dtype {leaf.dtype}, which no device can hold: "
+                "convert it to numbers, or pass single strings, which are constants of the program."
             )
         return Kind.EVERYWHERE, (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False))
     if isinstance(leaf, _BY_VALUE):

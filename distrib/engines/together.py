@@ -14,7 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from distrib.engines.lift import Lifted
-from distrib.engines.meetings import cut, is_literal, is_mean, look_up, needed
+from distrib.engines.meetings import (
+    Stretches,
+    cut,
+    divisions,
+    is_literal,
+    look_up,
+    means,
+    needed,
+)
 from distrib.engines.signature import Kind
 from distrib.engines.spmd import Leaf, entered_form
 from distrib.errors import UnevenReplicasError
@@ -22,12 +30,24 @@ from distrib.platform.jax_compat import bind_equation
 from distrib.platform.mesh import REPLICA_AXIS
 from distrib.values import PerReplica
 
+_MORE_REPLICAS = 97
+"""No real number of replicas plus this is a divisor that a step would have by chance as well."""
+
 Forms = tuple[jax.ShapeDtypeStruct, ...]
 """Shape and dtype of each array argument as one replica sees it."""
 
 
 class Together:
-    """The programs of several groups of replicas as one program."""
+    """The programs of several groups of replicas as one program.
+
+    Args:
+      steps: the step as traced for the shapes of each group.
+      forms: those shapes.
+      group_of: the group of each replica.
+      examples: how many examples a replica of each group has.
+      leaves: how the arguments enter.
+      probe: traces the step of a group for another number of replicas, to find what depends on it.
+    """
 
     def __init__(
         self,
@@ -36,6 +56,7 @@ class Together:
         group_of: Sequence[int],
         examples: Sequence[int],
         leaves: Sequence[Leaf],
+        probe: Callable[[int, int], Lifted],
     ):
         self._size = len(group_of)
         self._steps = steps
@@ -52,6 +73,7 @@ class Together:
             all(a[i].shape == avals[0][i].shape and a[i].dtype == avals[0][i].dtype for a in avals)
             for i in range(count)
         ]
+        self._means = [self._find_means(g, probe) for g in range(len(steps))]
         self._all_common = self._find_common()
         self._wanted = [self._find_wanted(g) for g in range(len(steps))]
 
@@ -75,6 +97,22 @@ class Together:
                     f"{len(first.meetings)} and {len(other.meetings)} collectives: one would wait "
                     "for ever."
                 )
+
+    def _find_means(self, g: int, probe: Callable[[int, int], Lifted]) -> set[tuple[int, int]]:
+        """Return the sums that are means over the replicas, in which each example is to count once.
+
+        With unequal batches a replica counts in such a mean as often as it has examples, so that
+        synchronised batch normalisation has the statistics of the whole batch. A division by the
+        number of replicas looks like one by an equal number, of outputs for instance, so the step
+        is traced once more as if there were more replicas: where the divisor follows, it is theirs.
+        """
+        places = divisions(self._cuts[g], self._size)
+        if not means(self._cuts[g], places):
+            return set()
+        more = self._size + _MORE_REPLICAS
+        probed: Stretches = cut(probe(g, more).jaxpr, more)
+        followed = set(divisions(probed, more))
+        return means(self._cuts[g], [place for place in places if place in followed])
 
     def body(self, values: dict[int, Any], arrays: list, nnx: list) -> tuple[list, list, list]:
         """Run the program of a replica, whichever its group."""
@@ -215,7 +253,7 @@ class Together:
         """Return what a replica of group ``g`` adds to a sum over the replicas."""
         if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
             return value
-        if is_mean(self._cuts[g], index, operand, self._size):
+        if (index, operand) in self._means[g]:
             if self._examples[g] == 0:
                 return jnp.zeros_like(value)
             return value * jnp.asarray(self._share[g], jnp.result_type(value))

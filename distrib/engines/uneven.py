@@ -21,7 +21,7 @@ from distrib.engines.weights import ExampleWeights
 from distrib.errors import UnevenReplicasError
 from distrib.values import PerReplica
 
-Lift = Callable[[Sequence[jax.ShapeDtypeStruct], ExampleWeights], Lifted]
+Lift = Callable[..., Lifted]
 
 
 def make_step(
@@ -34,7 +34,8 @@ def make_step(
     """Make the step of a call whose replicas see different shapes.
 
     Args:
-      lifted: traces the step for the shapes of a replica.
+      lifted: traces the step for the shapes and weights of a replica, and the number of replicas
+        that collectives see, by default the real one.
       leaves: the array leaves of the call.
       keys: kind and key of each.
       mesh: where the step runs.
@@ -55,8 +56,19 @@ def make_step(
     steps = [lifted(forms_of[i], ExampleWeights(examples[i], sum(examples), size)) for i in members]
     _check_alike(steps)
     entering = [_leaf(leaf, key, mesh) for leaf, key in zip(leaves, keys, strict=True)]
+
+    def probe(group: int, num_replicas: int) -> Lifted:
+        i = members[group]
+        weights = ExampleWeights(examples[i], sum(examples), size)
+        return lifted(forms_of[i], weights, num_replicas)
+
     together = Together(
-        steps, [forms_of[i] for i in members], group_of, [examples[i] for i in members], entering
+        steps,
+        [forms_of[i] for i in members],
+        group_of,
+        [examples[i] for i in members],
+        entering,
+        probe,
     )
     step = Step(steps[0], entering, mesh, placement, together.body, together.finish())
     return step, (*steps[0].reads, *steps[0].writes)

@@ -122,10 +122,11 @@ class PerReplica(DistributedValues):
         whole = self.whole
         if whole is None:
             raise TypeError("a per-replica value without components has no whole to cut")
-        pieces = [uncommitted(shard.data) for shard in local_shards(whole)]
+        pieces = [shard.data for shard in local_shards(whole)]
         if self.layout is Layout.STACKED:
+            # While they are committed: an uncommitted piece would be computed with on device 0.
             pieces = [_drop_replica_axis(piece) for piece in pieces]
-        return pieces
+        return [uncommitted(piece) for piece in pieces]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         raise PerReplicaError(

@@ -34,9 +34,7 @@ def test_a_pack_that_is_full_is_followed_by_another():
 
 
 def test_large_tensors_travel_alone():
-    assert plan_packs([8, 100, 8, 8], ["f"] * 4, limit=1000, tensor_limit=8) == [[0, 2, 3], [1]] or (
-        plan_packs([8, 100, 8, 8], ["f"] * 4, limit=1000, tensor_limit=8) == [[1], [0, 2, 3]]
-    )
+    assert plan_packs([8, 100, 8, 8], ["f"] * 4, limit=1000, tensor_limit=8) == [[0, 2, 3], [1]]
 
 
 def test_nothing_to_pack():
@@ -45,12 +43,12 @@ def test_nothing_to_pack():
 
 
 _DTYPES = ["float32", "int32", "float16", "complex64"]
-_SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+_SHAPES = st.sampled_from([(), (3,), (0,), (2, 3)])
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
-    st.lists(st.tuples(_SHAPES, st.sampled_from(_DTYPES)), max_size=8),
+    st.lists(st.tuples(_SHAPES, st.sampled_from(_DTYPES)), max_size=6),
     st.integers(0, 100),
     st.none() | st.integers(0, 60),
 )

@@ -402,7 +402,7 @@ def onread_int_rounding() -> Any:
         "v_bool": True,
         "pr_index": Raises(TypeError, "'PerReplica' object is not subscriptable"),
         "pr_repr": "PerReplica:{\n  0: Array(1., dtype=float32),\n  1: Array(2., dtype=float32)\n}",
-        "v_repr": "<distrib.Variable 'Variable' shape=() dtype=float32 {0: arra",
+        "v_repr": "<distrib.Variable 'Variable' shape=() dtype=float32 {0: 3.0,",
         "values_type": "tuple",
         "pr_len": Raises(TypeError, r"object of type 'PerReplica' has no len\(\)"),
     },

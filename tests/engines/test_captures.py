@@ -1,0 +1,76 @@
+"""A step follows the names by which it finds variables."""
+
+import jax.numpy as jnp
+import pytest
+
+import distrib
+from distrib.engines.captures import captures
+
+
+@pytest.fixture
+def strategy():
+    return distrib.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def counter(strategy):
+    with strategy.scope():
+        return distrib.Variable(0.0, aggregation=distrib.VariableAggregation.MEAN)
+
+
+def test_a_name_in_a_closure_that_means_another_variable_is_followed(strategy):
+    first = current = counter(strategy)
+
+    def step():
+        current.assign_add(jnp.asarray(1.0))
+
+    strategy.run(step)
+    current = second = counter(strategy)
+    strategy.run(step)
+    strategy.run(step)
+    assert (float(first), float(second)) == (1.0, 2.0)
+
+
+_current = None
+
+
+def _global_step():
+    _helper()
+
+
+def _helper():
+    _current["v"].assign_add(jnp.asarray(1.0))
+
+
+def test_a_global_name_is_followed_through_functions_of_the_module(strategy):
+    global _current
+    _current = first = {"v": counter(strategy)}
+    strategy.run(_global_step)
+    _current = second = {"v": counter(strategy)}
+    strategy.run(_global_step)
+    assert (float(first["v"]), float(second["v"])) == (1.0, 1.0)
+    _current = None
+
+
+def test_an_attribute_is_followed_when_the_old_object_dies(strategy):
+    class Trainer:
+        def __init__(self):
+            self.v = counter(strategy)
+
+        def step(self):
+            self.v.assign_add(jnp.asarray(1.0))
+
+    trainer = Trainer()
+    strategy.run(trainer.step)
+    trainer.v = counter(strategy)
+    strategy.run(trainer.step)
+    assert float(trainer.v) == 1.0
+
+
+def test_only_names_that_hold_variables_are_captured(strategy):
+    v, number, array = counter(strategy), 3, jnp.ones(2)
+
+    def step():
+        return v.value() * number + array
+
+    assert len(captures(step)) == 1
+    assert captures(len) == []

@@ -1,0 +1,214 @@
+"""Steps whose replicas see different shapes give the numbers of one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import distrib
+from distrib.errors import UnevenReplicasError
+
+MEAN = distrib.VariableAggregation.MEAN
+
+
+def mirrored(count):
+    return distrib.MirroredStrategy([f"CPU:{i}" for i in range(count)])
+
+
+def pieces(strategy, values):
+    (batch,) = strategy.experimental_distribute_dataset([np.asarray(values, np.float32)])
+    return batch
+
+
+def local(strategy, value):
+    return [np.asarray(part).tolist() for part in strategy.experimental_local_results(value)]
+
+
+def test_outputs_have_the_shapes_of_their_replicas():
+    strategy = mirrored(4)
+
+    def step(x):
+        return {"twice": x * 2, "sum": x.sum(), "constant": 7}
+
+    result = strategy.run(step, args=(pieces(strategy, range(5)),))
+    assert local(strategy, result["twice"]) == [[0, 2], [4, 6], [8], []]
+    assert local(strategy, result["sum"]) == [1, 5, 4, 0]
+    assert result["constant"] == 7
+
+
+@settings(max_examples=15)
+@given(replicas=st.integers(2, 5), examples=st.integers(1, 13))
+def test_any_split_reduces_to_the_numbers_of_the_batch(replicas, examples):
+    strategy = mirrored(replicas)
+    values = np.arange(1, examples + 1, dtype=np.float32)
+    result = strategy.run(_square, args=(pieces(strategy, values),))
+    np.testing.assert_allclose(strategy.reduce("SUM", result, axis=0), (values**2).sum())
+    np.testing.assert_allclose(strategy.reduce("MEAN", result, axis=0), (values**2).mean())
+    np.testing.assert_array_equal(strategy.gather(result, axis=0), values**2)
+
+
+def _square(x):
+    return x * x
+
+
+def test_all_reduce_counts_each_replica_once():
+    strategy = mirrored(2)
+
+    def step(x):
+        context = distrib.get_replica_context()
+        return context.all_reduce("SUM", x.sum()), context.all_reduce("MEAN", x.mean())
+
+    total, mean = strategy.run(step, args=(pieces(strategy, [1, 2, 3, 10, 20]),))
+    assert local(strategy, total) == [36, 36]
+    assert local(strategy, mean) == [8.5, 8.5]  # (2 + 15) / 2
+
+
+def test_pmean_counts_each_example_once_and_so_does_its_gradient():
+    """Loss: the mean over examples of (x - mean)^2 * x; single-device gradient by jax.grad."""
+    values = jnp.array([1.0, 2.0, 3.0, 10.0, 20.0])
+    strategy = mirrored(3)
+
+    def loss_of(w, x, mean):
+        return (((w * x - mean(w * x)) ** 2) * x).mean()
+
+    expected = jax.grad(lambda w: loss_of(w, values, jnp.mean))(1.5)
+    with strategy.scope():
+        w = distrib.Variable(1.5)
+        state = distrib.TrainState.create(
+            apply_fn=None, params={"w": 1.5}, tx=__import__("optax").sgd(1.0)
+        )
+
+    def step(x):
+        mean = lambda v: jax.lax.pmean(v.mean(), distrib.REPLICA_AXIS)  # noqa: E731
+        grad = jax.grad(lambda p: loss_of(p["w"], x, mean))(state.params)
+        state.apply_gradients(grads=grad)
+        return mean(w * x)
+
+    seen = strategy.run(step, args=(pieces(strategy, values),))
+    np.testing.assert_allclose(local(strategy, seen), [10.8] * 3, rtol=1e-6)
+    np.testing.assert_allclose(1.5 - state.params["w"], expected, rtol=1e-5)
+
+
+def test_a_replica_without_examples_adds_nothing():
+    strategy = mirrored(4)
+    with strategy.scope():
+        seen = distrib.metrics.Mean()
+        state = distrib.TrainState.create(
+            apply_fn=None, params={"w": 2.0}, tx=__import__("optax").sgd(0.1)
+        )
+
+    def step(x):
+        seen.update_state(x)
+        grads = jax.grad(lambda p: (p["w"] * x).mean())(state.params)
+        state.apply_gradients(grads=grads)
+
+    strategy.run(step, args=(pieces(strategy, [5.0]),))
+    np.testing.assert_allclose(state.params["w"], 1.5)  # 2 - 0.1 * 5
+    assert float(seen.result()) == 5.0
+    strategy.extended.assert_mirrored(state)
+
+
+def test_variables_of_each_kind_are_written():
+    strategy = mirrored(2)
+    with strategy.scope():
+        mean = distrib.Variable(0.0, aggregation=MEAN)
+        own = distrib.Variable(
+            0.0, synchronization=distrib.VariableSynchronization.ON_READ, aggregation=MEAN
+        )
+        free = distrib.Variable(0.0)
+
+    def step(x):
+        mean.assign(x.sum())
+        own.assign_add(x.sum())
+        free.assign(x.sum())
+        return mean.value()
+
+    result = strategy.run(step, args=(pieces(strategy, [1, 2, 4]),))
+    assert local(strategy, result) == [3.5, 3.5]
+    assert [float(v) for v in mean.values] == [3.5, 3.5]
+    assert [float(v) for v in own.values] == [3.0, 4.0]
+    assert [float(v) for v in free.values] == [3.0, 4.0]
+
+
+def test_collectives_inside_of_calls_are_found():
+    strategy = mirrored(2)
+
+    def step(x):
+        total = jax.jit(lambda v: jax.lax.psum(v.sum(), distrib.REPLICA_AXIS))(x)
+        again = jax.checkpoint(lambda v: jax.lax.psum(v.sum(), distrib.REPLICA_AXIS))(x)
+        return total + again
+
+    result = strategy.run(step, args=(pieces(strategy, [1, 2, 4]),))
+    assert local(strategy, result) == [14, 14]
+
+
+def test_a_collective_in_a_loop_is_refused_with_the_way_out():
+    strategy = mirrored(2)
+
+    def step(x):
+        add = lambda c, _: (c + jax.lax.psum(x.sum(), distrib.REPLICA_AXIS), None)  # noqa: E731
+        return jax.lax.scan(add, 0.0, None, length=2)[0]
+
+    with pytest.raises(UnevenReplicasError, match="scan.*drop_remainder"):
+        strategy.run(step, args=(pieces(strategy, [1, 2, 4]),))
+
+
+def test_collectives_of_unequal_shapes_are_refused_with_both_shapes():
+    strategy = mirrored(2)
+
+    def step(x):
+        return distrib.get_replica_context().all_reduce("SUM", x)
+
+    with pytest.raises(UnevenReplicasError, match=r"float32\[2\].*float32\[1\]"):
+        strategy.run(step, args=(pieces(strategy, [1, 2, 4]),))
+
+
+def test_a_step_that_branches_on_shape_is_refused():
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = distrib.Variable(0.0, aggregation=MEAN)
+
+    def step(x):
+        if x.shape[0] == 2:
+            v.assign(x.sum())
+
+    with pytest.raises(UnevenReplicasError, match="branch on the shape"):
+        strategy.run(step, args=(pieces(strategy, [1, 2, 4]),))
+
+
+def test_one_trace_for_each_shape():
+    strategy = mirrored(4)
+    traces = []
+
+    def step(x):
+        traces.append(x.shape)
+        return x.sum()
+
+    for _ in range(3):
+        for batch in strategy.experimental_distribute_dataset(np.zeros(13), batch_size=8):
+            strategy.run(step, args=(batch,))
+    assert traces == [(2,), (2,), (1,), (0,)]
+
+
+def test_even_arguments_and_numbers_may_stand_beside_uneven_ones():
+    strategy = mirrored(2)
+    ids = strategy.experimental_distribute_values_from_function(
+        lambda context: jnp.float32(context.replica_id_in_sync_group)
+    )
+    result = strategy.run(
+        lambda x, i, k: (x + i) * k, args=(pieces(strategy, [1, 2, 4]), ids), kwargs={"k": 10}
+    )
+    assert local(strategy, result) == [[10, 20], [50]]
+
+
+def test_a_mean_over_as_many_outputs_as_there_are_replicas_is_no_mean_over_replicas():
+    strategy = mirrored(2)
+
+    def step(x):
+        outputs = jnp.stack([x, 3 * x], axis=-1)  # two outputs, two replicas
+        return jax.lax.psum(outputs.mean(-1).sum(), distrib.REPLICA_AXIS)
+
+    result = strategy.run(step, args=(pieces(strategy, [1, 2, 3, 10, 20]),))
+    assert local(strategy, result) == [72, 72]

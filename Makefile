@@ -4,7 +4,7 @@
 #   VENV          where that environment lives
 #   CUDA          JAX's CUDA wheels for `make mnist`: cuda12, cuda13, or empty for none;
 #                 found by asking the driver
-#   MNIST_FLAGS   more flags for examples/mnist/train.py: make mnist MNIST_FLAGS=--num_epochs=1
+#   MNIST_FLAGS   more flags for examples/mnist/train.py: make mnist MNIST_FLAGS=--epochs=1
 #   PYTEST_FLAGS  more flags for pytest:  make test PYTEST_FLAGS="-m 'not slow' -x"
 #   BENCH         which benchmarks to run
 

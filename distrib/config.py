@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from distrib.platform import devices, virtual_devices
 
-__all__ = ["logical_devices", "set_logical_devices"]
+__all__ = [
+    "functions_run_eagerly",
+    "logical_devices",
+    "run_functions_eagerly",
+    "set_logical_devices",
+]
+
+_eagerly = False
 
 
 def set_logical_devices(kind: str, count: int) -> None:
@@ -49,3 +56,32 @@ def logical_devices(kind: str) -> list[str]:
     """
     virtual_devices.ensure_thread_pool()
     return [devices.short_device_string(device) for device in devices.local_devices(kind)]
+
+
+def run_functions_eagerly(eagerly: bool) -> None:
+    """Choose whether ``strategy.run`` runs its function eagerly, for debugging, or compiled.
+
+    Eagerly, each replica runs in a Python thread of its own, on its own device, one after the
+    other up to each collective. Replica ids are numbers, `print` and debuggers work, Python may
+    branch on values, and the numbers are those of the compiled step, much later. Collectives of
+    `jax.lax` over the mesh axis have no meaning there: use the replica context's.
+
+    Args:
+      eagerly: True for threads, False (the default) for compiled programs.
+
+    Raises:
+      TypeError: if it is not a bool.
+    """
+    global _eagerly
+    if not isinstance(eagerly, bool):
+        raise TypeError(f"run_functions_eagerly takes True or False, and got {eagerly!r}.")
+    _eagerly = eagerly
+
+
+def functions_run_eagerly() -> bool:
+    """Return whether ``strategy.run`` runs its function eagerly.
+
+    >>> functions_run_eagerly()
+    False
+    """
+    return _eagerly

@@ -43,6 +43,14 @@ class UnevenReplicasError(DistribError, ValueError):
     """Replicas of unequal shape reached an operation that needs equal shapes."""
 
 
+class MeetingError(DistribError, RuntimeError):
+    """Replicas that run eagerly made different collective calls."""
+
+
+class ReplicaDeadlineError(DistribError, TimeoutError):
+    """A replica that runs eagerly neither returned nor met the others in time."""
+
+
 class InputError(DistribError, ValueError):
     """A dataset cannot be distributed as it was given."""
 

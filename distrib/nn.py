@@ -37,8 +37,7 @@ def compute_average_loss(
     if loss.ndim == 0 and global_batch_size is None:
         raise ValueError(
             "per_example_loss is a scalar, so the number of examples is unknown: keep the loss of "
-            "each example "
-            "(reduction='none'), or pass global_batch_size."
+            "each example (reduction='none'), or pass global_batch_size."
         )
     if not jnp.issubdtype(loss.dtype, jnp.inexact):
         loss = loss.astype(jnp.result_type(float))

@@ -1,4 +1,4 @@
-"""Small programs that must give what tf.distribute gives. The programs stand in ``conformance/``."""
+"""Small programs that must give what tf.distribute gives; they stand in ``conformance/``."""
 
 import json
 import pathlib

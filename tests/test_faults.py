@@ -36,7 +36,9 @@ def test_no_such_single_device():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("again", ["CPU:1", "/cpu:1", "/job:localhost/replica:0/task:0/device:CPU:1"])
+@pytest.mark.parametrize(
+    "again", ["CPU:1", "/cpu:1", "/job:localhost/replica:0/task:0/device:CPU:1"]
+)
 def test_a_device_twice(kind, again):
     with pytest.raises(errors.DeviceError, match="CPU:1"):
         kind(["CPU:0", "CPU:1", again])
@@ -165,7 +167,12 @@ def test_an_output_that_is_not_an_array(make_strategy):
 
     with pytest.raises(errors.OutputError) as raised:
         strategy.run(step)
-    for text in ("<a thing> of type Thing", "info", "which is not an array", "keep other objects outside"):
+    for text in (
+        "<a thing> of type Thing",
+        "info",
+        "which is not an array",
+        "keep other objects outside",
+    ):
         assert text in str(raised.value)
     assert float(v) == 1.0
 
@@ -331,4 +338,3 @@ print("steps", int(state.step))
 
 def test_eight_virtual_devices_do_not_deadlock():
     assert run_python(THOUSAND_STEPS, timeout=120).split() == ["steps", "1000"]
-

@@ -69,9 +69,9 @@ class Cnn(nn.Module):
     def __call__(self, x, train):
         for features in (4, 8):
             x = nn.Conv(features, (3, 3), strides=2, use_bias=False)(x)
-            x = nn.BatchNorm(
-                use_running_average=not train, momentum=0.9, axis_name=self.axis_name
-            )(x)
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name=self.axis_name)(
+                x
+            )
             x = nn.relu(x)
         return nn.Dense(10)(flat(x))
 

@@ -32,9 +32,9 @@ def check_arrays(tree: Any, what: str) -> list[jax.Array]:
     for path, leaf in leaves_with_paths(tree):
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
             raise TypeError(
-                f"{what} got {leaf!r} of type {type(leaf).__name__} at {path or 'its root'}, "
-                "which is not an array. "
-                "Wrap it in jnp.asarray(...): a Python value is the same on every replica."
+                f"{what} got {leaf!r} of type {type(leaf).__name__} at {path or 'its root'}, which "
+                "is not an array. Wrap it in jnp.asarray(...): a Python value is the same on every "
+                "replica."
             )
         if isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in "OSU":
             raise TypeError(
@@ -78,8 +78,8 @@ def all_reduce(
         if dtype == jnp.bool_ or not jnp.issubdtype(dtype, jnp.number):
             raise AggregationError(
                 f"all_reduce({op.name}) cannot add values of dtype {dtype} at "
-                f"{path or 'the root'}: "
-                "convert them to a number first, with .astype(jnp.int32) for one."
+                f"{path or 'the root'}: convert them to a number first, with .astype(jnp.int32) "
+                "for one."
             )
     if op is ReduceOp.MEAN:
         arrays = [
@@ -114,8 +114,7 @@ def all_gather(tree: Any, axis: int) -> Any:
         if not -array.ndim <= axis < array.ndim:
             raise ValueError(
                 f"all_gather along axis {axis} got an array of shape {array.shape}, which has no "
-                "such axis. "
-                "Scalars can be gathered as x[None] along axis 0."
+                "such axis. Scalars can be gathered as x[None] along axis 0."
             )
         gathered.append(jax.lax.all_gather(array, REPLICA_AXIS, axis=axis % array.ndim, tiled=True))
     return jax.tree.unflatten(treedef, gathered)

@@ -33,8 +33,8 @@ class CommunicationOptions:
     def __post_init__(self) -> None:
         if self.bytes_per_pack < 0:
             raise ValueError(
-                f"bytes_per_pack is {self.bytes_per_pack}, and must be 0 (distrib chooses) or "
-                "more bytes."
+                f"bytes_per_pack is {self.bytes_per_pack}, and must be 0 (distrib chooses) or more "
+                "bytes."
             )
 
     @property

@@ -73,8 +73,7 @@ def require_cross_replica_context(strategy: Any, what: str, instead: str) -> Non
     if frame.replica is not None:
         raise ContextError(
             f"{what} requires being in cross-replica context, but it was called inside "
-            "strategy.run: "
-            f"{instead}."
+            f"strategy.run: {instead}."
         )
 
 
@@ -88,6 +87,5 @@ def require_same_strategy(strategy: Any) -> None:
     if current is not strategy and current is not stack.default_frame().strategy:
         raise ContextError(
             f"Mixing different distrib.Strategy objects: {strategy!r} is not {current!r}, whose "
-            "scope this is. "
-            "Leave that scope first, or use the strategy that it belongs to."
+            "scope this is. Leave that scope first, or use the strategy that it belongs to."
         )

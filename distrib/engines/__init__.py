@@ -2,5 +2,6 @@
 
 from distrib.engines.engine import SpmdEngine
 from distrib.engines.placement import InProgram, OnOneDevice, UpdatePlacement
+from distrib.engines.threads import ThreadsEngine
 
-__all__ = ["InProgram", "OnOneDevice", "SpmdEngine", "UpdatePlacement"]
+__all__ = ["InProgram", "OnOneDevice", "SpmdEngine", "ThreadsEngine", "UpdatePlacement"]

@@ -22,6 +22,23 @@ class Entries(dict[Any, Any]):
     __slots__ = ("__weakref__",)
 
 
+class _ByIdentity:
+    """Values by object, each until its object dies.
+
+    A WeakKeyDictionary would compare objects by ``==``, which for a variable is by element.
+    """
+
+    def __init__(self) -> None:
+        self._items: dict[int, tuple[weakref.ref[Any], Any]] = {}
+
+    def setdefault(self, key: Any, default: Any) -> Any:
+        item = self._items.get(id(key))
+        if item is None:
+            items, number = self._items, id(key)
+            item = items[number] = (weakref.ref(key, lambda _: items.pop(number, None)), default)
+        return item[1]
+
+
 class CompileCache:
     """Compiled steps by function and signature.
 
@@ -30,7 +47,7 @@ class CompileCache:
     """
 
     def __init__(self) -> None:
-        self._by_function: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._by_function = _ByIdentity()
         self._by_code: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
     def find(self, fn: Callable[..., Any], signature: Any) -> Any:
@@ -68,10 +85,9 @@ class CompileCache:
             return self._by_function.setdefault(fn, Entries())
         except TypeError:
             raise TypeError(
-                f"strategy.run got {fn!r} of type {type(fn).__name__}, which cannot be "
-                "remembered: it, or the object "
-                "it is a method of, is not hashable or takes no weak references. Wrap it in a "
-                "function."
+                f"strategy.run got {fn!r} of type {type(fn).__name__}, which cannot be remembered: "
+                "it, or the object it is a method of, is not hashable or takes no weak references. "
+                "Wrap it in a function."
             ) from None
 
     def _count(self, fn: Callable[..., Any], signature: Any) -> None:
@@ -101,9 +117,8 @@ def what_changed(signatures: Sequence[Any]) -> str:
     if before == after:
         return (
             "Its arguments did not change: it is a new function object each time, made in a loop "
-            "or by a lambda, or it "
-            "finds another object with variables each time. Define it once, and pass the object "
-            "as an argument."
+            "or by a lambda, or it finds another object with variables each time. Define it once, "
+            "and pass the object as an argument."
         )
     if before[0] != after[0]:
         return f"The structure of its arguments changed from {before[0]} to {after[0]}."

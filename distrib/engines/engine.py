@@ -56,10 +56,9 @@ class SpmdEngine:
         if under_trace():
             raise NestedTraceError(
                 "strategy.run was called inside a JAX transformation (jax.jit, jax.grad, lax.scan "
-                "...), where its "
-                "variables cannot be written back. run compiles its function by itself: call it "
-                "from plain Python, "
-                "and put jax.jit or jax.grad inside the function."
+                "...), where its variables cannot be written back. run compiles its function by "
+                "itself: call it from plain Python, and put jax.jit or jax.grad inside the "
+                "function."
             )
         fn = _unjitted(fn)
         leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_leaf)

@@ -212,12 +212,11 @@ def _trace(
 def _traced_value_error(error: Exception) -> TracedValueError:
     gist = str(error).splitlines()[0]
     return TracedValueError(
-        "Python code in a step needed the value of an array that is known only when the step "
-        "runs: an `if`, a `while`, "
-        "float(), int() or NumPy, on the replica id or on data. One compiled program serves every "
-        "replica and every "
-        "batch. Choose with jnp.where or jax.lax.cond, and print with jax.debug.print. "
-        f"JAX says: {gist}"
+        "Python code in a step needed the value of an array that is known only when the step runs: "
+        "an `if`, a `while`, float(), int() or NumPy, on the replica id or on data. One compiled "
+        "program serves every replica and every batch. Choose with jnp.where or jax.lax.cond, and "
+        "print with jax.debug.print; to debug with plain Python, call "
+        f"distrib.config.run_functions_eagerly(True). JAX says: {gist}"
     )
 
 
@@ -242,10 +241,9 @@ def _record_output(trace: _Trace, result: Any) -> list[Any]:
             slots.append(weakref.ref(leaf))
         else:
             raise OutputError(
-                f"The step returned {leaf!r} of type {type(leaf).__name__} at {path}, which is "
-                "not an array. A step "
-                "returns arrays, numbers, strings, None, variables and pytrees of them: keep "
-                "other objects outside."
+                f"The step returned {leaf!r} of type {type(leaf).__name__} at {path}, which is not "
+                "an array. A step returns arrays, numbers, strings, None, variables and pytrees of "
+                "them: keep other objects outside."
             )
     treedef = jax.tree.structure(result, is_leaf=_end)
 
@@ -285,10 +283,9 @@ def _check_nnx_agree(jaxpr: Any, call: Call, trace: _Trace, variables: list[Vari
             kind = type(state.variables[position]).__name__
             raise VariableError(
                 f"The step changes {kind} {state.paths[position]!r} of an NNX object to a value "
-                "that differs by replica, "
-                "so that the copies would no longer agree. Combine the gradients before the "
-                "optimizer sees them: "
-                "grads = distrib.get_replica_context().all_reduce('MEAN', grads). Metrics: use "
+                "that differs by replica, so that the copies would no longer agree. Combine the "
+                "gradients before the optimizer sees them: grads = "
+                "distrib.get_replica_context().all_reduce('MEAN', grads). Metrics: use "
                 "distrib.metrics."
             )
 

@@ -108,11 +108,9 @@ def _is_call_with_meeting(equation: Any) -> bool:
     inner = sub_jaxpr(equation)
     if equation.primitive.name in _LOOPS or inner is None:
         raise UnevenReplicasError(
-            "The replicas have batches of unequal sizes, and the step has a collective inside of "
-            "a "
+            "The replicas have batches of unequal sizes, and the step has a collective inside of a "
             f"{equation.primitive.name}: they cannot be brought together there. Pass "
-            "drop_remainder=True, or choose "
-            "a batch size that divides over the replicas."
+            "drop_remainder=True, or choose a batch size that divides over the replicas."
         )
     return True
 

@@ -105,8 +105,7 @@ def changed(before: NnxState, arrays: Sequence[Any], objects: Sequence[Any]) -> 
     if after.treedef != before.treedef:
         raise OutputError(
             "The step added or removed variables of an NNX module. A compiled step can change "
-            "their values only: "
-            "build the module entirely before strategy.run."
+            "their values only: build the module entirely before strategy.run."
         )
     return {
         position: new

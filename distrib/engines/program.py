@@ -143,7 +143,7 @@ class Program:
             value = local_value(value)
         if variable.storage.per_replica:
             if cross:
-                value = self._share(variable, kind, value)
+                value = share_of_total(variable, kind, value, self._size)
             new = combined(kind, self._own(variable), variable.fitted(value))
             self._set(variable, new)
             return self.read(variable)
@@ -180,17 +180,16 @@ class Program:
         if trace_token() != self._token:
             raise NestedTraceError(
                 f"Variable {variable.name!r} was changed inside a JAX transformation (jax.grad, "
-                "jax.jit, jax.vmap, "
-                "lax.scan, lax.cond, jax.checkpoint ...), whose values may not leave it. Return "
-                "the new value from "
-                "the transformed function (has_aux=True for gradients), and assign it outside."
+                "jax.jit, jax.vmap, lax.scan, lax.cond, jax.checkpoint ...), whose values may not "
+                "leave it. Return the new value from the transformed function (has_aux=True for "
+                "gradients), and assign it outside."
             )
         if variable.distribute_strategy is not self._strategy:
             raise ContextError(
                 f"Mixing different distrib.Strategy objects: variable {variable.name!r} belongs to "
                 f"{variable.distribute_strategy!r} and was assigned in a step of "
-                f"{self._strategy!r}. "
-                "Create it inside `with strategy.scope():` of the strategy that runs the step."
+                f"{self._strategy!r}. Create it inside `with strategy.scope():` of the strategy "
+                "that runs the step."
             )
 
     def _aggregate(self, variable: Variable, value: Any) -> Any:
@@ -201,9 +200,8 @@ class Program:
             if variable.storage.per_replica or self._deferred:
                 raise AggregationError(
                     f"You must specify an aggregation method to update variable {variable.name!r} "
-                    "in replica context, "
-                    "or to read it outside: pass aggregation= to distrib.Variable, or combine the "
-                    "value yourself with "
+                    "in replica context, or to read it outside: pass aggregation= to "
+                    "distrib.Variable, or combine the value yourself with "
                     "get_replica_context().all_reduce."
                 )
             return value
@@ -215,25 +213,12 @@ class Program:
             if aggregation is VariableAggregation.SUM:
                 raise AggregationError(
                     f"A non-DistributedValues value {value!r} cannot be reduced with the given "
-                    "reduce op "
-                    f"ReduceOp.SUM into variable {variable.name!r}: a Python number is one value "
-                    "for all replicas. "
-                    "Wrap it in jnp.asarray(...) to add it once for each replica."
+                    f"reduce op ReduceOp.SUM into variable {variable.name!r}: a Python number is "
+                    "one value for all replicas. Wrap it in jnp.asarray(...) to add it once for "
+                    "each replica."
                 )
             return value
         return self.all_reduce(ReduceOp.parse(aggregation.name), value, None)
-
-    def _share(self, variable: Variable, kind: str, value: Any) -> Any:
-        if variable.aggregation is VariableAggregation.SUM and self._size > 1:
-            if kind != "assign":
-                raise AggregationError(
-                    f"Variable {variable.name!r} is ON_READ with aggregation=SUM and does not "
-                    f"support assign_{kind} "
-                    "in cross-replica context."
-                )
-            shared = jnp.asarray(value) / self._size
-            return shared if jnp.issubdtype(variable.dtype, jnp.inexact) else jnp.trunc(shared)
-        return value
 
     # The meeting of the replicas.
 
@@ -255,15 +240,16 @@ class Program:
         if trace_token() != self._token:
             raise NestedTraceError(
                 "merge_call was called inside a JAX transformation (jax.grad, jax.jit, lax.cond, "
-                "lax.scan ...), where "
-                "the replicas cannot meet. Call it in the replica function itself."
+                "lax.scan ...), where the replicas cannot meet. Call it in the replica function "
+                "itself."
             )
         if current_frame().replica is None:
             raise ContextError(
-                "merge_call was called inside a merge function, where there is no replica. "
-                "Use the strategy that the merge function was given."
+                "merge_call was called inside a merge function, where there is no replica. Use the "
+                "strategy that the merge function was given."
             )
-        args, kwargs = jax.tree.map(_as_per_replica, (args, kwargs), is_leaf=_is_distributed)
+        if self._size > 1:
+            args, kwargs = jax.tree.map(_as_per_replica, (args, kwargs), is_leaf=_is_distributed)
         with entered(Frame(self._strategy, None, self)):
             result = merge_fn(self._strategy, *args, **kwargs)
         return jax.tree.map(
@@ -294,6 +280,23 @@ def combined(kind: str, old: jax.Array, value: jax.Array) -> jax.Array:
     return old + value if kind == "add" else old - value
 
 
+def share_of_total(variable: Variable, kind: str, value: Any, num_replicas: int) -> Any:
+    """Return what each replica's copy of an ``ON_READ`` variable gets of an assignment outside.
+
+    Raises:
+      AggregationError: for adding to a variable that is summed, which cannot be divided faithfully.
+    """
+    if variable.aggregation is VariableAggregation.SUM and num_replicas > 1:
+        if kind != "assign":
+            raise AggregationError(
+                f"Variable {variable.name!r} is ON_READ with aggregation=SUM and does not support "
+                f"assign_{kind} in cross-replica context."
+            )
+        shared = jnp.asarray(value) / num_replicas
+        return shared if jnp.issubdtype(variable.dtype, jnp.inexact) else jnp.trunc(shared)
+    return value
+
+
 def local_value(value: DistributedValues) -> Any:
     """Return what this replica holds of a distributed value in a traced step."""
     if isinstance(value, PerReplica) and value.local is not None:
@@ -302,8 +305,7 @@ def local_value(value: DistributedValues) -> Any:
         return value.values[0]
     raise ContextError(
         f"A {type(value).__name__} was used inside a step without being passed to it. A step sees "
-        "its arguments: "
-        "pass the value in args= or kwargs= of strategy.run."
+        "its arguments: pass the value in args= or kwargs= of strategy.run."
     )
 
 

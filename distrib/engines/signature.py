@@ -93,10 +93,9 @@ def leaf_key(leaf: Any) -> tuple[Kind, Any]:
     except TypeError:
         raise TypeError(
             f"strategy.run got an argument of type {type(leaf).__name__}, which is neither an "
-            "array nor hashable: "
-            "a program can be made neither from it nor for it. Pass arrays, numbers, pytrees of "
-            "them, distributed "
-            "values, variables, NNX modules or hashable constants."
+            "array nor hashable: a program can be made neither from it nor for it. Pass arrays, "
+            "numbers, pytrees of them, distributed values, variables, NNX modules or hashable "
+            "constants."
         ) from None
     try:
         return Kind.OBJECT, _Identity(leaf)
@@ -109,8 +108,7 @@ def _components_signature(leaf: PerReplica) -> tuple[Any, ...]:
     if not all(hasattr(part, "shape") or isinstance(part, int | float | complex) for part in parts):
         raise TypeError(
             f"strategy.run got {leaf!r}, whose components are not arrays or numbers: a compiled "
-            "step cannot "
-            "hand a different Python object to each replica."
+            "step cannot hand a different Python object to each replica."
         )
     forms = [(np.shape(part), jnp.result_type(part)) for part in parts]
     if all(form == forms[0] for form in forms):

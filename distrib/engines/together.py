@@ -85,17 +85,15 @@ class Together:
                 if _meeting(mine) != _meeting(theirs):
                     raise UnevenReplicasError(
                         f"Replicas with arguments of shapes {_shown(self._forms[0])} and "
-                        f"{_shown(forms)} meet at "
-                        f"different collectives: {_meeting(mine)} and {_meeting(theirs)}. A "
-                        "collective needs equal shapes "
-                        "on all replicas: reduce over the batch before it."
+                        f"{_shown(forms)} meet at different collectives: {_meeting(mine)} and "
+                        f"{_meeting(theirs)}. A collective needs equal shapes on all replicas: "
+                        "reduce over the batch before it."
                     )
             if len(first.meetings) != len(other.meetings):
                 raise UnevenReplicasError(
                     f"Replicas with arguments of shapes {_shown(self._forms[0])} and "
-                    f"{_shown(forms)} meet at "
-                    f"{len(first.meetings)} and {len(other.meetings)} collectives: one would wait "
-                    "for ever."
+                    f"{_shown(forms)} meet at {len(first.meetings)} and {len(other.meetings)} "
+                    "collectives: one would wait for ever."
                 )
 
     def _find_means(self, g: int, probe: Callable[[int, int], Lifted]) -> set[tuple[int, int]]:
@@ -289,7 +287,9 @@ class Together:
             else:
                 outputs += [rows[g][ragged.index(i)][None] for g in range(len(self._cuts))]
         rest = [
-            chosen[i] if i in chosen else look_up(environments[0], first[i])
+            chosen[i]
+            if i in chosen
+            else jnp.asarray(look_up(environments[0], first[i]), first[i].aval.dtype)
             for i in range(count, len(first))
         ]
         split_at = len(rest) - len(step.writes)

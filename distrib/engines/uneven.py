@@ -111,8 +111,8 @@ def _leaf(leaf: Any, kind_and_key: tuple[Kind, Any], mesh: Mesh) -> Leaf:
     if len({len(shape) for shape in shapes}) > 1 or len(dtypes) > 1:
         raise UnevenReplicasError(
             f"A per-replica argument has components of shapes {shapes} and dtypes "
-            f"{sorted(map(str, dtypes))}: they may "
-            "differ in the lengths of their axes, not in rank or dtype."
+            f"{sorted(map(str, dtypes))}: they may differ in the lengths of their axes, not in "
+            "rank or dtype."
         )
     largest = tuple(max(lengths) for lengths in zip(*shapes, strict=True))
     return Leaf(kind, key, jax.ShapeDtypeStruct((len(shapes), *largest), dtypes.pop()))
@@ -130,10 +130,8 @@ def _check_alike(steps: Sequence[Lifted]) -> None:
         if not same:
             raise UnevenReplicasError(
                 "The replicas have batches of unequal sizes, and the step does different things "
-                "for them: "
-                f"it changes {[v.name for v in first.writes]} and returns {first.num_outputs} "
-                "arrays on one, "
-                f"and changes {[v.name for v in other.writes]} and returns {other.num_outputs} on "
-                "another. "
-                "Do not branch on the shape of a batch."
+                f"for them: it changes {[v.name for v in first.writes]} and returns "
+                f"{first.num_outputs} arrays on one, and changes {[v.name for v in other.writes]} "
+                f"and returns {other.num_outputs} on another. Do not branch on the shape of a "
+                "batch."
             )

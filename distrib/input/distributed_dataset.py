@@ -127,8 +127,8 @@ class DistributedDataset:
         """
         if self._one_shot:
             raise InputError(
-                f"element_spec would use up the first element of {self._description}, which can "
-                "be read once only."
+                f"element_spec would use up the first element of {self._description}, which can be "
+                "read once only."
             )
         for element in self._make_elements():
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), element)
@@ -160,9 +160,8 @@ def distribute_dataset(
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise InputError(
             "InputReplicationMode.PER_REPLICA is only supported in "
-            "`distribute_datasets_from_function`, which makes a "
-            "dataset for each replica. experimental_distribute_dataset has one, and cuts its "
-            "batches."
+            "`distribute_datasets_from_function`, which makes a dataset for each replica. "
+            "experimental_distribute_dataset has one, and cuts its batches."
         )
     source = as_source(
         dataset, batch_size=batch_size, shuffle=shuffle, seed=seed, drop_remainder=drop_remainder
@@ -202,8 +201,8 @@ def datasets_from_function(
 def _draw(sources: Sequence[Source], size: int) -> Iterator[list[Any]]:
     """Draw an element for each replica, from its own source or in turn from the one there is.
 
-    At the end, replicas for which nothing is left get empty pieces. Of scalars there are none: as in
-    tf.distribute, what does not suffice for all replicas is left out.
+    At the end, replicas for which nothing is left get empty pieces. A scalar has none: as in
+    tf.distribute, a rest of scalars that does not suffice for all replicas is left out.
     """
     iterators = [iter(source) for source in sources]
     if len(iterators) == 1:
@@ -217,6 +216,6 @@ def _draw(sources: Sequence[Source], size: int) -> Iterator[list[Any]]:
             yield filled
             continue
         if any(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(filled[0])):
-            return  # A scalar has no empty piece, and the same one twice would count twice.
+            return  # To give the same one again would count it twice.
         empty = jax.tree.map(lambda x: x[:0], filled[0])
         yield [element[0] if element else empty for element in drawn]

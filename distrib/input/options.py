@@ -112,8 +112,8 @@ class InputContext:
     def __str__(self) -> str:
         """Return tf.distribute's short form."""
         return (
-            f"distrib.InputContext(input pipeline id {self.input_pipeline_id}, "
-            f"total: {self.num_input_pipelines})"
+            f"distrib.InputContext(input pipeline id {self.input_pipeline_id}, total: "
+            f"{self.num_input_pipelines})"
         )
 
 
@@ -154,8 +154,8 @@ class InputOptions:
             raise InputError(
                 "experimental_place_dataset_on_device is True, but a dataset here is a Python "
                 "iterator and runs on the host; only its batches go to devices: leave it False, "
-                "and raise experimental_per_replica_buffer_size to have more batches on the "
-                "device ahead of use."
+                "and raise experimental_per_replica_buffer_size to have more batches on the device "
+                "ahead of use."
             )
         object.__setattr__(
             self, "experimental_replication_mode", _mode(self.experimental_replication_mode)

@@ -81,6 +81,5 @@ class BatchPlacer:
             if dtype is not None and getattr(dtype, "kind", "") in "OSU":
                 raise InputError(
                     f"The batch holds {path} of dtype {dtype}, which no device can hold: convert "
-                    "it to numbers, or "
-                    "leave it out and keep it on the host."
+                    "it to numbers, or leave it out and keep it on the host."
                 )

@@ -115,14 +115,13 @@ def _fault(tree: Any, what: str) -> str:
         shape = getattr(leaf, "shape", None)
         if shape is None:
             return (
-                f"the {what}'s leaf {path} is a {type(leaf).__name__}, {reprlib.repr(leaf)}; "
-                "every leaf must be an array [examples, ...]: convert it with np.asarray."
+                f"the {what}'s leaf {path} is a {type(leaf).__name__}, {reprlib.repr(leaf)}; every "
+                "leaf must be an array [examples, ...]: convert it with np.asarray."
             )
         if not shape:
             return (
-                f"the {what}'s leaf {path} has rank 0; every leaf must be an array "
-                "[examples, ...]: batch the dataset first (ds.batch(n), or batch_size=n in its "
-                "loader)."
+                f"the {what}'s leaf {path} has rank 0; every leaf must be an array [examples, "
+                "...]: batch the dataset first (ds.batch(n), or batch_size=n in its loader)."
             )
     lengths = ", ".join(f"{path} has {leaf.shape[0]}" for path, leaf in named[:_MOST_NAMED])
     more = f" ({len(named) - _MOST_NAMED} more leaves)" if len(named) > _MOST_NAMED else ""

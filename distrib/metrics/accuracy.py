@@ -39,7 +39,6 @@ class Accuracy(Mean):
         if predictions.shape != labels.shape:
             raise ValueError(
                 f"Accuracy got labels of shape {labels.shape} and predictions of shape "
-                f"{predictions.shape}: "
-                "predictions are [batch, classes] scores or [batch] classes."
+                f"{predictions.shape}: predictions are [batch, classes] scores or [batch] classes."
             )
         super().update_state(predictions == labels, sample_weight)

@@ -65,8 +65,8 @@ def resolve_device(spec: str | Device) -> Device:
         advice = f"{kind} numbers go from 0 to {count - 1}: use one of these."
     else:
         advice = (
-            f"JAX sees no {kind}: use one of these, or install the JAX that supports it "
-            "(and check JAX_PLATFORMS)."
+            f"JAX sees no {kind}: use one of these, or install the JAX that supports it (and check "
+            "JAX_PLATFORMS)."
         )
     raise errors.DeviceError(f"There is no device {spec!r}. {existing} {advice}")
 

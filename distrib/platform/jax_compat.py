@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend import core as jax_extend_core
 from jax.sharding import SingleDeviceSharding
 
@@ -119,25 +121,38 @@ def uncommitted(array: jax.Array) -> jax.Array:
     if _ArrayImpl is None or not array.committed:
         return array
     try:
+        aval = array.aval
         if not isinstance(sharding, SingleDeviceSharding):
-            # A mesh of one device would make JAX treat the array as part of that mesh.
+            # A mesh of one device would make JAX treat the array as part of that mesh, and so would
+            # the abstract value, which has the mesh in it: it gets into JAX's caches of traces.
             (device,) = sharding.device_set
             sharding = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            aval = ShapedArray(array.shape, array.dtype, weak_type=array.weak_type)
         # The checks compare the array with its own sharding: skipping them halves the time.
         buffers: Any = [array]
-        return _ArrayImpl(array.aval, sharding, buffers, committed=False, _skip_checks=True)
+        return _ArrayImpl(aval, sharding, buffers, committed=False, _skip_checks=True)
     except (TypeError, ValueError, AttributeError):
         return array  # The private constructor has changed: a committed array is still correct.
 
 
 def jaxpr_function(closed_jaxpr: Any) -> Callable[..., list[Any]]:
-    """Return the function that a closed jaxpr describes: flat arguments in, a list of results out.
+    """Return the function that a closed jaxpr describes: flat arguments in, a list of arrays out.
 
-    >>> closed = jax.make_jaxpr(lambda x: (x + 1, x * 2))(3)
+    A result that is a constant comes out of JAX as a Python number; here it is an array.
+
+    >>> closed = jax.make_jaxpr(lambda x: (x + 1, x * 2, 5))(3)
     >>> [int(value) for value in jaxpr_function(closed)(3)]
-    [4, 6]
+    [4, 6, 5]
     """
-    return jax_extend_core.jaxpr_as_fun(closed_jaxpr)
+    evaluate = jax_extend_core.jaxpr_as_fun(closed_jaxpr)
+
+    def function(*args: Any) -> list[Any]:
+        return [
+            result if isinstance(result, jax.Array) else jnp.asarray(result, form.dtype)
+            for result, form in zip(evaluate(*args), closed_jaxpr.out_avals, strict=True)
+        ]
+
+    return function
 
 
 def _token_outside_every_trace() -> Any:

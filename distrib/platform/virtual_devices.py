@@ -116,8 +116,8 @@ def _set_thread_pool(count: int) -> None:
     enough = _enough_threads(count)
     if own is not None:
         logging.warning(
-            "PJRT_NPROC was %d, and %d virtual CPU devices need %d threads or they may deadlock in "
-            "a collective: it is now %d.",
+            "PJRT_NPROC was %d, and %d virtual CPU devices need %d threads or they may deadlock "
+            "in a collective: it is now %d.",
             own,
             count,
             _THREADS_PER_DEVICE * count,

@@ -1,7 +1,7 @@
 """The four questions that a strategy answers, as protocols.
 
 Where variables live is a :class:`VariableHome`; where replicas run and updates are applied, an
-:class:`Engine`; how values are combined, a :class:`Combiner`. A strategy picks one of each.
+:class:`Runner`; how values are combined, a :class:`Combiner`. A strategy picks one of each.
 """
 
 from __future__ import annotations
@@ -39,12 +39,16 @@ class VariableHome(Protocol):
         ...
 
 
-class Engine(Protocol):
+class Runner(Protocol):
     """Where replicas run."""
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call ``fn`` once for each replica."""
         ...
+
+
+class Engine(Runner, Protocol):
+    """Where replicas run, compiled."""
 
     def compiled_text(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distrib.collectives import NcclAllReduce
-from distrib.engines import OnOneDevice, SpmdEngine
+from distrib.engines import OnOneDevice, SpmdEngine, ThreadsEngine
 from distrib.platform import (
     Device,
     ensure_thread_pool,
@@ -64,6 +64,7 @@ class CentralStorageStrategy(Strategy):
                 mesh=mesh,
                 home=OnDevice(home),
                 engine=engine,
+                eager_engine=ThreadsEngine(self, resolved),
                 combiner=MeshCombiner(mesh, home),
             )
         )

@@ -18,7 +18,7 @@ from distrib.errors import AggregationError
 from distrib.platform import uncommitted
 from distrib.platform.mesh import replicated
 from distrib.reduce_op import ReduceOp
-from distrib.values import Layout, Mirrored, PerReplica, local_shards
+from distrib.values import DistributedValues, Layout, Mirrored, PerReplica, local_shards
 from distrib.variables import Variable
 
 
@@ -87,15 +87,19 @@ class SingleCombiner:
 
     def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
         """Reduce over ``axis``, if it is not None."""
-        if isinstance(value, Variable):
-            value = value.value()
-        return reduce_same(op, value, axis, 1)
+        return reduce_same(op, _only_component(value), axis, 1)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Return the value, checked for the axis."""
-        if isinstance(value, Variable):
-            value = value.value()
-        return concatenated([value], axis)
+        return concatenated([_only_component(value)], axis)
+
+
+def _only_component(value: Any) -> Any:
+    if isinstance(value, Variable):
+        return value.value()
+    if isinstance(value, PerReplica) and value.layout is Layout.LOCAL:
+        return value.local
+    return value.values[0] if isinstance(value, DistributedValues) else value
 
 
 def _frozen(axis: Any) -> Any:
@@ -125,8 +129,8 @@ def _axes(axis: Any, rank: int) -> tuple[int, ...]:
     for a in axes:
         if not -rank <= a < rank:
             raise AggregationError(
-                f"reduce over axis {a} got components of rank {rank}, which have no such axis. "
-                "Use axis=None to reduce over the replicas alone."
+                f"reduce over axis {a} got components of rank {rank}, which have no such axis. Use "
+                "axis=None to reduce over the replicas alone."
             )
     return tuple(a % rank for a in axes)
 
@@ -159,8 +163,8 @@ def reduce_components(op: ReduceOp, parts: Sequence[Any], axis: Any) -> jax.Arra
     if len({s.shape for s in sums}) > 1:
         raise AggregationError(
             f"reduce got components of shapes {[a.shape for a in arrays]}, which cannot be added "
-            f"with axis={axis}: "
-            "reduce over the axis in which they differ too (axis=0 for the last, short batch)."
+            f"with axis={axis}: reduce over the axis in which they differ too (axis=0 for the "
+            "last, short batch)."
         )
     total = functools.reduce(jnp.add, sums)
     if op is ReduceOp.SUM:
@@ -188,10 +192,9 @@ def reduce_same(op: ReduceOp, value: Any, axis: Any, num_replicas: int) -> Any:
     if isinstance(value, int | float) and value == 0:
         return value
     raise AggregationError(
-        f"A non-DistributedValues value {value!r} cannot be reduced with the given reduce op "
-        f"{op}: it is one value "
-        f"for all {num_replicas} replicas. Use ReduceOp.MEAN for the value itself, or return it "
-        "from strategy.run."
+        f"A non-DistributedValues value {value!r} cannot be reduced with the given reduce op {op}: "
+        f"it is one value for all {num_replicas} replicas. Use ReduceOp.MEAN for the value itself, "
+        "or return it from strategy.run."
     )
 
 
@@ -207,8 +210,7 @@ def concatenated(parts: Sequence[Any], axis: int) -> jax.Array:
     if any(a.ndim != rank for a in arrays) or not -rank <= axis < rank:
         raise AggregationError(
             f"gather along axis {axis} got components of shapes {shapes}: they need one rank, and "
-            "that axis. "
-            "Give scalars an axis with x[None]."
+            "that axis. Give scalars an axis with x[None]."
         )
     others = {np.delete(np.asarray(s, dtype=np.int64), axis).tobytes() for s in shapes}
     if len(others) > 1:

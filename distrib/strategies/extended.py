@@ -17,7 +17,7 @@ from distrib.context import (
 from distrib.errors import ContextError, VariableError
 from distrib.platform import Device, device_string
 from distrib.reduce_op import ReduceOp
-from distrib.strategies.answers import Combiner, Engine, VariableHome
+from distrib.strategies.answers import Combiner, Engine, Runner, VariableHome
 from distrib.strategies.mirroring import assert_mirrored
 from distrib.values import DistributedValues
 from distrib.variables import Storage, Variable, VariableAggregation, VariableSynchronization
@@ -32,6 +32,7 @@ class StrategyExtended:
       mesh: the same devices as a mesh; None for the default strategy.
       home: where variables live.
       engine: where replicas run.
+      eager_engine: where they run under ``distrib.config.run_functions_eagerly(True)``.
       combiner: how values are combined.
     """
 
@@ -43,6 +44,7 @@ class StrategyExtended:
         mesh: Mesh | None,
         home: VariableHome,
         engine: Engine,
+        eager_engine: Runner | None = None,
         combiner: Combiner,
     ):
         self._strategy = strategy
@@ -50,6 +52,7 @@ class StrategyExtended:
         self._home = home
         self.mesh = mesh
         self.engine = engine
+        self.eager_engine: Runner = engine if eager_engine is None else eager_engine
         self.combiner = combiner
 
     @property
@@ -84,8 +87,7 @@ class StrategyExtended:
         if current_program() is not None:
             raise ContextError(
                 f"Variable {name!r} was created inside strategy.run. A step is compiled once and "
-                "run many times: create "
-                "its variables before, inside `with strategy.scope():`."
+                "run many times: create its variables before, inside `with strategy.scope():`."
             )
         self.check_scope()
         return self._home.create_storage(value, synchronization, aggregation, name)
@@ -194,8 +196,7 @@ class StrategyExtended:
         if not self.variable_created_in_scope(colocate_with_variable):
             raise VariableError(
                 "`colocate_vars_with` must only be passed a variable created in this strategy's "
-                "scope, not "
-                f"{colocate_with_variable.name!r} of "
+                f"scope, not {colocate_with_variable.name!r} of "
                 f"{colocate_with_variable.distribute_strategy!r}."
             )
         with self._strategy.scope():

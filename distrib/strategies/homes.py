@@ -93,6 +93,5 @@ def refuse_unsynchronized(synchronization: VariableSynchronization, name: str) -
     if synchronization is VariableSynchronization.NONE:
         raise VariableError(
             "`NONE` variable synchronization mode is not supported with a distributed strategy. "
-            "Please change the "
-            f"`synchronization` for variable: {name}"
+            f"Please change the `synchronization` for variable: {name}"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distrib.collectives import CrossDeviceOps, NcclAllReduce
-from distrib.engines import InProgram, SpmdEngine
+from distrib.engines import InProgram, SpmdEngine, ThreadsEngine
 from distrib.platform import Device, ensure_thread_pool, replica_mesh, resolve_devices
 from distrib.strategies.combining import MeshCombiner
 from distrib.strategies.extended import StrategyExtended
@@ -52,8 +52,7 @@ class MirroredStrategy(Strategy):
         if not isinstance(ops, CrossDeviceOps):
             raise TypeError(
                 f"cross_device_ops is {cross_device_ops!r}, which has no sum_over_replicas: pass "
-                "distrib.NcclAllReduce() "
-                "or distrib.ReductionToOneDevice()."
+                "distrib.NcclAllReduce() or distrib.ReductionToOneDevice()."
             )
         mesh = replica_mesh(resolved)
         engine = SpmdEngine(self, mesh, ops, InProgram(), device_of_any_replica(resolved))
@@ -64,6 +63,7 @@ class MirroredStrategy(Strategy):
                 mesh=mesh,
                 home=OnEveryDevice(mesh),
                 engine=engine,
+                eager_engine=ThreadsEngine(self, resolved),
                 combiner=MeshCombiner(mesh, resolved[0]),
             )
         )

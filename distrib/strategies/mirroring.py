@@ -58,9 +58,8 @@ def _check(leaf: Any, name: str) -> None:
             where = [short_device_string(next(iter(c.devices()))) for c in (copies[0], copy)]
             raise NotMirroredError(
                 f"The copies of {name} on {where[0]} and {where[1]} differ, by up to "
-                f"{_largest(first, other)}. A "
-                "replica assigned its own value: give the variable an aggregation, or all-reduce "
-                "the value first."
+                f"{_largest(first, other)}. A replica assigned its own value: give the variable an "
+                "aggregation, or all-reduce the value first."
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distrib.collectives import NcclAllReduce
-from distrib.engines import InProgram, SpmdEngine
+from distrib.engines import InProgram, SpmdEngine, ThreadsEngine
 from distrib.platform import Device, replica_mesh, resolve_device
 from distrib.strategies.combining import SingleCombiner
 from distrib.strategies.extended import StrategyExtended
@@ -42,6 +42,7 @@ class OneDeviceStrategy(Strategy):
                 mesh=mesh,
                 home=OnEveryDevice(mesh),
                 engine=engine,
+                eager_engine=ThreadsEngine(self, [resolved]),
                 combiner=SingleCombiner(),
             )
         )

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from distrib.config import functions_run_eagerly
 from distrib.context import (
     Frame,
     current_frame,
@@ -106,7 +107,9 @@ class Strategy:
         if options is not None:
             raise ValueError(f"run takes no options yet, and got {options!r}.")
         self._require_cross_replica("run")
-        return self._extended.engine.run(fn, args, kwargs or {})
+        extended = self._extended
+        engine = extended.eager_engine if functions_run_eagerly() else extended.engine
+        return engine.run(fn, args, kwargs or {})
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
         """Reduce ``value`` over the replicas. Cross-replica context.
@@ -249,8 +252,7 @@ class Strategy:
             return
         raise ContextError(
             f"Method strategy.{what} requires being in cross-replica context, but it was called "
-            "inside "
-            f"strategy.run: {instead}."
+            f"inside strategy.run: {instead}."
         )
 
     def __repr__(self) -> str:

@@ -131,8 +131,7 @@ class PerReplica(DistributedValues):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         raise PerReplicaError(
             "A PerReplica is one value for each replica, and was used as one array outside of a "
-            "replica. "
-            "Use it inside strategy.run, or combine it first with strategy.reduce or "
+            "replica. Use it inside strategy.run, or combine it first with strategy.reduce or "
             "strategy.gather."
         )
 

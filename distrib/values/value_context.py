@@ -22,6 +22,6 @@ class ValueContext:
 
     def __repr__(self) -> str:
         return (
-            f"distrib.ValueContext(replica id {self.replica_id_in_sync_group}, "
-            f"total: {self.num_replicas_in_sync})"
+            f"distrib.ValueContext(replica id {self.replica_id_in_sync_group}, total: "
+            f"{self.num_replicas_in_sync})"
         )

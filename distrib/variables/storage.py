@@ -95,6 +95,10 @@ class Storage(Protocol):
         """Return this process's copies in the order of the replicas."""
         ...
 
+    def put_components(self, components: Sequence[jax.Array]) -> None:
+        """Store new copies, one for each replica of this process."""
+        ...
+
     def assign(self, value: Any, combine: str) -> Any:
         """Assign in cross-replica context; ``combine`` is ``"assign"``, ``"add"`` or ``"sub"``."""
         ...
@@ -140,6 +144,10 @@ class MirroredStorage:
     def components(self) -> tuple[jax.Array, ...]:
         """Return the copies of this process."""
         return tuple(uncommitted(shard.data) for shard in local_shards(self.cell.lend()))
+
+    def put_components(self, components: Sequence[jax.Array]) -> None:
+        """Store new copies."""
+        self.cell.put(self._placed(PerReplica(components)))
 
     def assign(self, value: Any, combine: str) -> Mirrored:
         """Assign to every copy; a per-replica value gives each copy its own component."""
@@ -187,9 +195,8 @@ class OnReadStorage:
         if self._aggregation is VariableAggregation.NONE:
             raise VariableError(
                 f"Variable {self._name!r} is ON_READ with aggregation=NONE, so its {self._size} "
-                "copies have no "
-                "common value: read it inside strategy.run, read .values, or give it an "
-                "aggregation."
+                "copies have no common value: read it inside strategy.run, read .values, or give "
+                "it an aggregation."
             )
         if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return self.components()[0]
@@ -204,6 +211,10 @@ class OnReadStorage:
         """Return each replica's own copy."""
         return PerReplica.stacked(self.cell.lend()).values
 
+    def put_components(self, components: Sequence[jax.Array]) -> None:
+        """Store new copies."""
+        self.assign(PerReplica(components), "assign")
+
     def assign(self, value: Any, combine: str) -> PerReplica:
         """Assign to all copies so that a read gives ``value``: SUM divides it among them.
 
@@ -217,10 +228,9 @@ class OnReadStorage:
         elif self._aggregation is VariableAggregation.SUM:
             if combine != "assign":
                 raise VariableError(
-                    f"Variable {self._name!r} is ON_READ with aggregation=SUM and does not "
-                    f"support assign_{combine} "
-                    "in cross-replica context: call it inside strategy.run, or assign the new "
-                    "total."
+                    f"Variable {self._name!r} is ON_READ with aggregation=SUM and does not support "
+                    f"assign_{combine} in cross-replica context: call it inside strategy.run, or "
+                    "assign the new total."
                 )
             rows = self._spread(_share(jnp.asarray(value), self._size))
         else:
@@ -269,6 +279,10 @@ class PlacedStorage:
     def components(self) -> tuple[jax.Array, ...]:
         """Return the array, in a tuple of one."""
         return (self.read(),)
+
+    def put_components(self, components: Sequence[jax.Array]) -> None:
+        """Store the first copy: there is one."""
+        self.cell.put(self._placed(components[0]))
 
     def assign(self, value: Any, combine: str) -> jax.Array:
         """Assign, add or subtract."""

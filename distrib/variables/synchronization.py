@@ -43,8 +43,8 @@ def _member(kind: type[_Enum], value: Any, what: str, name: str | None) -> _Enum
     if isinstance(value, kind):
         return value
     raise VariableError(
-        f"Invalid variable {what} mode: {value!r} for variable: {name}. "
-        f"Pass a member of distrib.{kind.__name__}: {', '.join(kind.__members__)}."
+        f"Invalid variable {what} mode: {value!r} for variable: {name}. Pass a member of "
+        f"distrib.{kind.__name__}: {', '.join(kind.__members__)}."
     )
 
 
@@ -64,8 +64,7 @@ def check_modes(
     if agg is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
         raise VariableError(
             f"Variable {name!r} has aggregation=MEAN and the non-floating dtype {dtype}: the mean "
-            "of integers "
-            "is not an integer. Use SUM or ONLY_FIRST_REPLICA, or a floating dtype."
+            "of integers is not an integer. Use SUM or ONLY_FIRST_REPLICA, or a floating dtype."
         )
     if trainable is None:
         trainable = sync is not VariableSynchronization.ON_READ

@@ -208,16 +208,14 @@ class Variable(ArrayOperators):
         if array.shape != self._shape:
             raise VariableError(
                 f"Cannot assign value to variable {self._name!r}: Shape mismatch. The variable "
-                f"shape {self._shape}, "
-                f"and the assigned value shape {array.shape} are incompatible."
+                f"shape {self._shape}, and the assigned value shape {array.shape} are incompatible."
             )
         if array.dtype != self._dtype:
             weak = not hasattr(value, "dtype") or getattr(array, "weak_type", False)
             if not weak and jnp.promote_types(array.dtype, self._dtype) != self._dtype:
                 raise VariableError(
                     f"Cannot assign value to variable {self._name!r}: its dtype is {self._dtype}, "
-                    "and the value's "
-                    f"{array.dtype} would lose information. Convert it first: "
+                    f"and the value's {array.dtype} would lose information. Convert it first: "
                     f"value.astype({str(self._dtype)!r})."
                 )
             array = array.astype(self._dtype)

@@ -86,8 +86,8 @@ class VariableTree:
             difference = sorted(mine ^ given)
             what = f"{difference[0]} is in one of them only" if difference else str(self.treedef)
             raise VariableError(
-                f"The tree given for {self._name} has another structure: {what}. "
-                f"Give a tree like {self._name}, with the same keys."
+                f"The tree given for {self._name} has another structure: {what}. Give a tree like "
+                f"{self._name}, with the same keys."
             )
         leaves = [
             leaf if impl is None else jax.random.key_data(leaf)

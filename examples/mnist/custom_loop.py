@@ -10,7 +10,6 @@ import math
 import time
 
 import devices
-import distrib
 import jax
 import jax.numpy as jnp
 import mnist_data
@@ -18,12 +17,14 @@ import numpy as np
 import progress
 from absl import app, flags, logging
 
+import distrib
+
 _STRATEGIES = ("one_device", "mirrored", "central_storage")
 _STRATEGY = flags.DEFINE_enum("strategy", "mirrored", _STRATEGIES, "How to spread the training.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "The four MNIST files; else they are fetched.")
 _EPOCHS = flags.DEFINE_integer("epochs", 2, "How often to go through the data.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 120, "Examples a step, over all replicas.", 1)
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.1, "At the start; it falls to 0.", 0.0)
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.2, "At the start; it falls to 0.", 0.0)
 _MOMENTUM = flags.DEFINE_float("momentum", 0.9, "How much of the last update goes on.", 0.0)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the weights and the shuffling.", 0)
 _TRAIN_EXAMPLES = flags.DEFINE_integer("train_examples", 0, "Use that many only; 0 for all.", 0)
@@ -43,7 +44,7 @@ def initial_params(seed: int) -> dict[str, np.ndarray]:
 
 def network(params: dict[str, jax.Array], images: jax.Array) -> jax.Array:
     """Return the logits ``[batch, 10]`` of ``images``."""
-    hidden = jax.nn.relu(images.reshape(len(images), -1) @ params["w0"] + params["b0"])
+    hidden = jax.nn.relu(jax.lax.collapse(images, 1) @ params["w0"] + params["b0"])
     return hidden @ params["w1"] + params["b1"]
 
 
@@ -125,7 +126,7 @@ def main(argv: list[str]) -> None:
             strategy.run(test_step, args=batch)
         result = f"test accuracy {accuracy.result():.2%}, {speed:,.0f} examples a second"
         logging.info("Epoch %d: loss %.4f, %s", epoch, loss, result)
-    print(f"After {_EPOCHS.value} epochs under {strategy}: {result}")
+    print(f"{strategy} ends with {result}")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 import logging
 
-import distrib
 import jax
 from absl import flags
+
+import distrib
 
 _NUM_DEVICES = flags.DEFINE_integer(
     "num_devices",

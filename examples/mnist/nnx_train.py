@@ -10,13 +10,14 @@ import math
 import time
 
 import devices
-import distrib
 import jax
 import mnist_data
 import optax
 import progress
 from absl import app, flags, logging
 from flax import nnx
+
+import distrib
 
 _STRATEGIES = ("one_device", "mirrored", "central_storage")
 _STRATEGY = flags.DEFINE_enum("strategy", "mirrored", _STRATEGIES, "How to spread the training.")
@@ -41,7 +42,7 @@ class CNN(nnx.Module):
     def __call__(self, images: jax.Array) -> jax.Array:
         x = nnx.relu(self.conv1(images))
         x = nnx.relu(self.conv2(x))
-        x = nnx.relu(self.dense1(x.reshape(len(x), -1)))
+        x = nnx.relu(self.dense1(jax.lax.collapse(x, 1)))
         return self.dense2(self.dropout(x))
 
 
@@ -64,6 +65,7 @@ def train_step(
         return losses.mean(), losses
 
     gradients, losses = nnx.grad(mean_loss, has_aux=True)(model)
+    # Each replica counts the same here; the train state of train.py weights them by examples.
     gradients = distrib.get_replica_context().all_reduce("MEAN", gradients)
     optimizer.update(model, gradients)
     return losses
@@ -111,7 +113,7 @@ def main(argv: list[str]) -> None:
             strategy.run(test_step, args=(model, *batch))
         result = f"test accuracy {accuracy.result():.2%}, {speed:,.0f} examples a second"
         logging.info("Epoch %d: loss %.4f, %s", epoch, loss, result)
-    print(f"After {_EPOCHS.value} epochs under {strategy}: {result}")
+    print(f"{strategy} ends with {result}")
 
 
 if __name__ == "__main__":

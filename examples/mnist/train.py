@@ -10,13 +10,14 @@ import math
 import time
 
 import devices
-import distrib
 import flax.linen as nn
 import jax
 import mnist_data
 import optax
 import progress
 from absl import app, flags, logging
+
+import distrib
 
 _STRATEGIES = ("one_device", "mirrored", "central_storage")
 _STRATEGY = flags.DEFINE_enum("strategy", "mirrored", _STRATEGIES, "How to spread the training.")
@@ -35,7 +36,7 @@ class CNN(nn.Module):
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
         x = nn.relu(nn.Conv(32, (5, 5), strides=2)(images))
         x = nn.relu(nn.Conv(64, (5, 5), strides=2)(x))
-        x = nn.relu(nn.Dense(128)(x.reshape(len(x), -1)))
+        x = nn.relu(nn.Dense(128)(jax.lax.collapse(x, 1)))
         x = nn.Dropout(0.3, deterministic=not train)(x)
         return nn.Dense(10)(x)
 
@@ -111,7 +112,7 @@ def main(argv: list[str]) -> None:
             strategy.run(test_step, args=batch)
         result = f"test accuracy {accuracy.result():.2%}, {speed:,.0f} examples a second"
         logging.info("Epoch %d: loss %.4f, %s", epoch, loss, result)
-    print(f"After {_EPOCHS.value} epochs under {strategy}: {result}")
+    print(f"{strategy} ends with {result}")
 
 
 if __name__ == "__main__":

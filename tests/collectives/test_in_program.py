@@ -206,7 +206,9 @@ def test_the_gradient_of_all_gather():
 
 @pytest.mark.parametrize("axis", [1, -2])
 def test_all_gather_of_no_such_axis(axis):
-    with pytest.raises(ValueError, match=rf"along axis {axis} .*shape \(2,\), which has no such axis"):
+    with pytest.raises(
+        ValueError, match=rf"along axis {axis} .*shape \(2,\), which has no such axis"
+    ):
         mirrored(2).run(lambda: context().all_gather(jnp.ones(2), axis))
 
 

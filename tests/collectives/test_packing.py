@@ -11,9 +11,7 @@ _SIZES = st.lists(st.integers(0, 100), max_size=30)
 
 @given(_SIZES, st.data(), st.integers(0, 150), st.none() | st.integers(0, 150))
 def test_a_plan_keeps_its_promises(sizes, data, limit, tensor_limit):
-    dtypes = data.draw(
-        st.lists(st.sampled_from("abc"), min_size=len(sizes), max_size=len(sizes))
-    )
+    dtypes = data.draw(st.lists(st.sampled_from("abc"), min_size=len(sizes), max_size=len(sizes)))
     packs = plan_packs(sizes, dtypes, limit, tensor_limit)
     assert sorted(i for pack in packs for i in pack) == list(range(len(sizes)))
     for pack in packs:

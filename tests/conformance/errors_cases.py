@@ -51,7 +51,10 @@ def scope_exit_wrong_order() -> Any:
     return {"e": outcome(crossed), "has": distrib.has_strategy()}
 
 
-@case("scope-run-of-other", Raises(RuntimeError, "Mixing different distrib.Strategy objects: .* is not "))
+@case(
+    "scope-run-of-other",
+    Raises(RuntimeError, "Mixing different distrib.Strategy objects: .* is not "),
+)
 def scope_run_of_other() -> Any:
     ours, other = mirrored(), mirrored()
     with ours.scope():
@@ -113,7 +116,9 @@ def merge_call_in_cond_error() -> Any:
 @case(
     "merge-call-nested-tf-function",
     {"direct": per_replica(1.0, 1.0), "wrapped": CANNOT_MEET},
-    differs={"direct": "what a step computes is a per-replica value, even where the replicas agree"},
+    differs={
+        "direct": "what a step computes is a per-replica value, even where the replicas agree"
+    },
 )
 def merge_call_nested_tf_function() -> Any:
     strategy = mirrored()
@@ -162,7 +167,9 @@ def merge_call_function_in_function() -> Any:
     "var-invalid-aggregation",
     {
         "agg": Raises(ValueError, "Invalid variable aggregation mode: 'sum' for variable: None"),
-        "sync": Raises(ValueError, "Invalid variable synchronization mode: 'bad' for variable: None"),
+        "sync": Raises(
+            ValueError, "Invalid variable synchronization mode: 'bad' for variable: None"
+        ),
         "none": Raises(ValueError, "`NONE` variable synchronization mode is not supported"),
         "agg_bad_outside": Raises(ValueError, "Invalid variable aggregation mode: 'sum'"),
         "one_none": "Variable",
@@ -195,7 +202,9 @@ _ALL = [[f"{_CPU}{i}" for i in range(8)], 8]
         "mix": Raises(ValueError, "There is no device 'GPU:0'"),
         "tup": [[f"{_CPU}0", f"{_CPU}1"], 2],
         "unknown": Raises(ValueError, "There is no device 'CPU:9'"),
-        "string": Raises(ValueError, r"devices is 'CPU:0', and must be a list of devices: pass \['CPU:0'\]"),
+        "string": Raises(
+            ValueError, r"devices is 'CPU:0', and must be a list of devices: pass \['CPU:0'\]"
+        ),
     },
     differs={
         "default.0": "the tests have eight devices, and the measurement had four",

@@ -25,13 +25,13 @@ RANKS = Raises(ValueError, "they need one rank, and that axis")
 @case(
     "gather-axis1",
     {"a1": [[1.0, 3.0, 4.0], [2.0, 5.0, 6.0]], "am1": [[1.0, 3.0, 4.0], [2.0, 5.0, 6.0]]},
-    differs={"am1": "a limit of tf.distribute's default collective; its ReductionToOneDevice does it"},
+    differs={
+        "am1": "a limit of tf.distribute's default collective; its ReductionToOneDevice does it"
+    },
 )
 def gather_axis1() -> Any:
     strategy = mirrored()
-    x = values(
-        strategy, lambda i: jnp.array([[[1.0], [2.0]], [[3.0, 4.0], [5.0, 6.0]]][i])
-    )
+    x = values(strategy, lambda i: jnp.array([[[1.0], [2.0]], [[3.0, 4.0], [5.0, 6.0]]][i]))
     return {"a1": strategy.gather(x, 1), "am1": outcome(lambda: strategy.gather(x, -1))}
 
 

@@ -282,7 +282,9 @@ def datasets_from_function() -> Any:
         "fn": Raises(ValueError, "experimental_place_dataset_on_device is True"),
         "fn2": [[[0, 1], [0, 1]], [[2, 3], [2, 3]]],
         "ctx": [[2, 0, 2], [2, 1, 2]],
-        "ds": Raises(ValueError, "PER_REPLICA is only supported in `distribute_datasets_from_function`"),
+        "ds": Raises(
+            ValueError, "PER_REPLICA is only supported in `distribute_datasets_from_function`"
+        ),
         "nofetch": [[[0], [1]], [[2], [3]]],
     },
     differs={

@@ -228,5 +228,9 @@ def reduce_in_function_uneven() -> Any:
     dataset = strategy.experimental_distribute_dataset(np.arange(5, dtype=np.float32), batch_size=5)
     (x,) = dataset
     return plain(
-        (strategy.reduce("MEAN", x, axis=0), strategy.gather(x, 0), strategy.reduce("SUM", x, axis=0))
+        (
+            strategy.reduce("MEAN", x, axis=0),
+            strategy.gather(x, 0),
+            strategy.reduce("SUM", x, axis=0),
+        )
     )

@@ -139,7 +139,10 @@ def merge_call_basic() -> Any:
 
     result, parts = strategy.run(step)
     x, k = (plain(part.values[0]) for part in parts)
-    return {"r": result, "seen": [entry | {"x": per_replica(*x), "k": per_replica(*k)} for entry in seen]}
+    return {
+        "r": result,
+        "seen": [entry | {"x": per_replica(*x), "k": per_replica(*k)} for entry in seen],
+    }
 
 
 @case("merge-call-returns-per-replica", [per_replica(0, 10), [5, "z"]])
@@ -158,7 +161,10 @@ def merge_call_returns_per_replica() -> Any:
     {
         "s": per_replica(3.0, 3.0),
         "m": per_replica(1.5, 1.5),
-        "n": {"a": per_replica(3.0, 3.0), "b": [per_replica(30.0, 30.0), [per_replica(300.0, 300.0)]]},
+        "n": {
+            "a": per_replica(3.0, 3.0),
+            "b": [per_replica(30.0, 30.0), [per_replica(300.0, 300.0)]],
+        },
         "single": [per_replica(3.0, 3.0)],
     },
 )
@@ -195,8 +201,6 @@ def all_reduce_gradient() -> Any:
     def step(op: str) -> Any:
         i = rid() + 1
         all_reduce = context().all_reduce
-        # As measured: with y = all_reduce(x) * x the gradient that flows through the factor x, which
-        # is the total itself, is not part of "scaled_by_id1".
         return {
             "y_times_x": jax.grad(lambda x: all_reduce(op, x) * x)(i),
             "plain": jax.grad(lambda x: all_reduce(op, x))(i),
@@ -242,7 +246,10 @@ def all_reduce_python() -> Any:
     "all-gather-shapes",
     {
         "scalar": Raises(ValueError, "has no such axis"),
-        "nested": {"a": per_replica([1.0, 1.0], [1.0, 1.0]), "b": [per_replica([2.0, 2.0], [2.0, 2.0])]},
+        "nested": {
+            "a": per_replica([1.0, 1.0], [1.0, 1.0]),
+            "b": [per_replica([2.0, 2.0], [2.0, 2.0])],
+        },
         "default": [4.0],
         "string": Raises(TypeError, "dtype <U1 at .*, which no device can hold"),
     },

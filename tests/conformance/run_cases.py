@@ -30,7 +30,13 @@ def run_outside_scope() -> Any:
 
 @case(
     "run-nested-structure",
-    {"type": "dict", "a_type": "tuple", "a0": per_replica(0, 1), "a1": per_replica(0, 10), "b": None},
+    {
+        "type": "dict",
+        "a_type": "tuple",
+        "a0": per_replica(0, 1),
+        "a1": per_replica(0, 10),
+        "b": None,
+    },
 )
 def run_nested_structure() -> Any:
     def step() -> Any:
@@ -68,7 +74,15 @@ def run_list_of_distributed() -> Any:
 
 @case(
     "run-one-device-types",
-    {"is_dv": False, "v": 4.0, "local_type": "tuple", "local": [4.0], "red": 4.0, "n": 1, "m1": False},
+    {
+        "is_dv": False,
+        "v": 4.0,
+        "local_type": "tuple",
+        "local": [4.0],
+        "red": 4.0,
+        "n": 1,
+        "m1": False,
+    },
     differs={"m1": "the class of arrays is JAX's: asked is whether it is a distributed value"},
 )
 def run_one_device_types() -> Any:

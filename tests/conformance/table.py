@@ -1,9 +1,9 @@
 """The table of conformance cases: small programs, and what tf.distribute gave when it ran them.
 
-A case is a function that returns a tree of plain values, together with the tree that must come out.
-Numbers are those of tf.distribute 2.21. A field where ours differs stands in ``differs``, one that is
-left out in ``omits``, each with the reason; a test compares both with the file of measurements where
-that file is at hand, so that neither a wrong number nor a silent gap can stay.
+A case is a function that returns a tree of plain values, together with the tree that must come
+out. Numbers are those of tf.distribute 2.21. A field where ours differs stands in ``differs``, one
+that is left out in ``omits``, each with the reason; a test compares both with the file of
+measurements where that file is at hand, so that neither a wrong number nor a silent gap can stay.
 """
 
 from __future__ import annotations
@@ -207,9 +207,7 @@ def disagreements(expected: Any, measured: Any, path: str = "") -> Iterator[tupl
         for key in expected.keys() & measured.keys():
             yield from disagreements(expected[key], measured[key], joined(path, key))
     elif (
-        isinstance(measured, list)
-        and isinstance(expected, list)
-        and len(measured) == len(expected)
+        isinstance(measured, list) and isinstance(expected, list) and len(measured) == len(expected)
     ):
         for i, (mine, theirs) in enumerate(zip(expected, measured, strict=True)):
             yield from disagreements(mine, theirs, joined(path, i))

@@ -68,7 +68,9 @@ def var_types() -> Any:
 
     return {
         "o": {
-            mode.name: outcome(lambda mode=mode: type(variable(strategy, synchronization=mode)).__name__)
+            mode.name: outcome(
+                lambda mode=mode: type(variable(strategy, synchronization=mode)).__name__
+            )
             for mode in Synchronization
         },
         "isvar": isinstance(v, distrib.Variable),
@@ -134,7 +136,9 @@ def var_assign_cross() -> Any:
     return results
 
 
-ONE_FOR_ALL = Raises(ValueError, "A non-DistributedValues value 1.0 cannot be reduced .* ReduceOp.SUM")
+ONE_FOR_ALL = Raises(
+    ValueError, "A non-DistributedValues value 1.0 cannot be reduced .* ReduceOp.SUM"
+)
 
 
 @case(
@@ -292,7 +296,9 @@ def var_gradient() -> Any:
         "sv": True,
         "sw": False,
         "su": False,
-        "coloc": Raises(ValueError, "`colocate_vars_with` must only be passed a variable created in"),
+        "coloc": Raises(
+            ValueError, "`colocate_vars_with` must only be passed a variable created in"
+        ),
         "run_other": per_replica(10.0, 10.0),
         "assign_other": Raises(RuntimeError, "Mixing different distrib.Strategy objects"),
     },
@@ -395,7 +401,9 @@ def onread_int_rounding() -> Any:
 @case(
     "value-arithmetic",
     {
-        "pr_plus": Raises(TypeError, r"unsupported operand type\(s\) for \+: 'PerReplica' and 'float'"),
+        "pr_plus": Raises(
+            TypeError, r"unsupported operand type\(s\) for \+: 'PerReplica' and 'float'"
+        ),
         "pr_conv": Raises(ValueError, "A PerReplica is one value for each replica"),
         "v_plus": 4.0,
         "v_float": 3.0,
@@ -457,7 +465,9 @@ def var_mirrored_attrs() -> Any:
 NO_INTEGER_MEAN = Raises(ValueError, "aggregation=MEAN and the non-floating dtype int32")
 
 
-@case("var-int-aggregation", {"SUM": [3, 3], "MEAN": NO_INTEGER_MEAN, "onread_MEAN": NO_INTEGER_MEAN})
+@case(
+    "var-int-aggregation", {"SUM": [3, 3], "MEAN": NO_INTEGER_MEAN, "onread_MEAN": NO_INTEGER_MEAN}
+)
 def var_int_aggregation() -> Any:
     strategy = mirrored()
     v = variable(strategy, 0, aggregation=Aggregation.SUM)

@@ -93,7 +93,9 @@ def test_require_same_strategy(strategy):
     require_same_strategy(strategy)
     with strategy.scope():
         require_same_strategy(strategy)
-        with pytest.raises(ContextError, match="OneDeviceStrategy of 1 on CPU:0> is not <distrib.Mirr"):
+        with pytest.raises(
+            ContextError, match="OneDeviceStrategy of 1 on CPU:0> is not <distrib.Mirr"
+        ):
             require_same_strategy(other)
 
 

@@ -126,6 +126,19 @@ def test_uncommitted_from_a_mesh_of_one_device():
     assert (free + jax.device_put(1.0, jax.devices()[2])).devices() == {jax.devices()[2]}
 
 
+def test_uncommitted_from_a_mesh_of_one_device_leaves_no_mesh_in_caches():
+    # The trace of fold_in for a scalar with a mesh in its abstract value was used again for one
+    # without, and refused a key on another mesh.
+    for count in (1, 2):
+        everywhere = mesh.replicated(mesh.replica_mesh(jax.devices()[:count]))
+        step = jax.device_put(jnp.int32(0), everywhere).addressable_shards[0].data
+        key = jax.random.wrap_key_data(
+            jax.device_put(jax.random.key_data(jax.random.key(0)), everywhere)
+        )
+        folded = jax.random.fold_in(key, jax_compat.uncommitted(step))
+        assert folded == jax.random.fold_in(jax.random.key(0), 0)
+
+
 def test_uncommitted_keeps_dtype_and_weak_type():
     array = jax.device_put(jnp.float32(2.0), jax.devices()[1])
     weak = jax.device_put(jnp.asarray(2.0) * 1, jax.devices()[1])
@@ -166,3 +179,10 @@ def test_jaxpr_function():
     closed = jax.make_jaxpr(lambda x, y: {"sum": x + y, "product": x * y})(2.0, 3.0)
     product, total = jax.jit(jax_compat.jaxpr_function(closed))(4.0, 5.0)
     assert (float(product), float(total)) == (20.0, 9.0)
+
+
+def test_jaxpr_function_makes_arrays_of_constants():
+    closed = jax.make_jaxpr(lambda x: (x, 2.0, jnp.float16(3), True))(1)
+    results = jax.jit(lambda x: [y[None] for y in jax_compat.jaxpr_function(closed)(x)])(1)
+    assert [y.tolist() for y in results] == [[1], [2.0], [3.0], [True]]
+    assert [y.dtype for y in results] == [jnp.int32, jnp.float32, jnp.float16, jnp.bool_]

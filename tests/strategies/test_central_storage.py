@@ -24,9 +24,7 @@ def test_where_variables_live():
     assert [float(x) for x in result.values] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("devices", "home"), [(["CPU:3"], "CPU:3"), (["CPU:3", "CPU:4"], "CPU:0")]
-)
+@pytest.mark.parametrize(("devices", "home"), [(["CPU:3"], "CPU:3"), (["CPU:3", "CPU:4"], "CPU:0")])
 def test_the_default_parameter_device(devices, home):
     strategy = distrib.CentralStorageStrategy(devices)
     assert [d.rpartition("device:")[2] for d in strategy.extended.parameter_devices] == [home]
@@ -60,14 +58,20 @@ def test_several_updates_of_one_variable_apply_in_order():
 def test_an_update_whose_value_nobody_reads():
     strategy = central()
     v = variable(strategy, [1.0, 2.0], aggregation=MEAN)
-    strategy.run(lambda: v.assign(jnp.array([5.0, 6.0]) * (rid() + 1)) and None)
+
+    def step():
+        v.assign(jnp.array([5.0, 6.0]) * (rid() + 1))
+
+    strategy.run(step)
     np.testing.assert_array_equal(v.numpy(), [7.5, 9.0])
 
 
 def test_aggregation_none_is_refused_in_a_step():
     strategy = central()
     v = variable(strategy, 1.0, name="w")
-    with pytest.raises(ValueError, match="must specify an aggregation method to update variable 'w'"):
+    with pytest.raises(
+        ValueError, match="must specify an aggregation method to update variable 'w'"
+    ):
         strategy.run(lambda: v.assign(rid()))
     assert float(v.numpy()) == 1.0
 

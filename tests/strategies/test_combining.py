@@ -20,7 +20,7 @@ def _parts(lengths: list[int], seed: int, dtype: type = np.float32) -> list[np.n
     return [random.integers(-9, 9, (n, 2)).astype(dtype) for n in lengths]
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(_LENGTHS, st.integers(0, 1000))
 def test_reduce_of_uneven_components_is_numpys(lengths, seed):
     parts = _parts(lengths, seed)
@@ -34,7 +34,7 @@ def test_reduce_of_uneven_components_is_numpys(lengths, seed):
     )
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(_LENGTHS, st.integers(0, 1000))
 def test_gather_of_uneven_components_is_numpys(lengths, seed):
     parts = _parts(lengths, seed, np.int32)

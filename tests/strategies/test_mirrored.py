@@ -39,7 +39,9 @@ def test_devices_that_are_refused(devices, match):
 
 
 def test_cross_device_ops_must_be_some():
-    with pytest.raises(TypeError, match="'nccl', which has no sum_over_replicas: pass distrib.Nccl"):
+    with pytest.raises(
+        TypeError, match="'nccl', which has no sum_over_replicas: pass distrib.Nccl"
+    ):
         distrib.MirroredStrategy(["CPU:0"], cross_device_ops="nccl")
 
 

@@ -28,7 +28,9 @@ def test_copies_that_agree(strategy):
 def test_a_variable_without_aggregation_breaks_when_replicas_assign_their_own(strategy):
     v = variable(strategy, [1.0, 2.0], name="w")
     strategy.run(lambda: v.assign(jnp.array([1.0, 2.0 + rid()])))
-    with pytest.raises(NotMirroredError, match=r"copies of .* on CPU:0 and CPU:1 differ, by up to 1.0"):
+    with pytest.raises(
+        NotMirroredError, match=r"copies of .* on CPU:0 and CPU:1 differ, by up to 1.0"
+    ):
         strategy.extended.assert_mirrored({"kernel": v})
     with pytest.raises(NotMirroredError, match="kernel"):
         strategy.extended.assert_mirrored({"kernel": v})

@@ -33,6 +33,7 @@ def test_collectives_of_one_replica():
             "mean": replica.all_reduce("MEAN", x),
             "gather": replica.all_gather(x, 0),
             "merge": replica.merge_call(lambda st, y: st.reduce("SUM", y, axis=0), args=(x,)),
+            "plain": replica.merge_call(lambda st, y: y + 1, args=(x,)),
         }
 
     result = jax.tree.map(lambda a: np.asarray(a).tolist(), strategy.run(step))
@@ -42,6 +43,7 @@ def test_collectives_of_one_replica():
         "mean": [1.0, 2.0],
         "gather": [1.0, 2.0],
         "merge": 3.0,
+        "plain": [2.0, 3.0],
     }
 
 
@@ -58,6 +60,9 @@ def test_reduce_and_gather():
     np.testing.assert_array_equal(strategy.reduce("SUM", x, axis=0), [4.0, 6.0])
     np.testing.assert_array_equal(strategy.reduce("MEAN", x, axis=(0, 1)), 2.5)
     np.testing.assert_array_equal(strategy.gather({"x": x}, axis=1)["x"], x)
+    for value in (distrib.PerReplica([x]), distrib.Mirrored([x])):
+        np.testing.assert_array_equal(strategy.reduce("SUM", value, axis=None), x)
+        np.testing.assert_array_equal(strategy.gather(value, axis=0), x)
 
 
 @pytest.mark.parametrize("device", ["CPU:8", "GPU:0", None, "nonsense!"])

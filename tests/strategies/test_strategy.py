@@ -261,7 +261,10 @@ def test_another_strategy_in_a_step(make):
 def test_experimental_local_results_of_trees(make):
     strategy = make()
     x = values(strategy, lambda i: i)
-    assert strategy.experimental_local_results({"a": x, "b": 5}) == ({"a": 0, "b": 5}, {"a": 1, "b": 5})
+    assert strategy.experimental_local_results({"a": x, "b": 5}) == (
+        {"a": 0, "b": 5},
+        {"a": 1, "b": 5},
+    )
     assert strategy.experimental_local_results(x) == (0, 1)
     assert strategy.experimental_local_results("text") == ("text",)
 
@@ -308,3 +311,24 @@ def test_repr():
     assert repr(mirrored(3)) == "<distrib.MirroredStrategy of 3 on CPU:0, CPU:1, CPU:2>"
     assert repr(distrib.OneDeviceStrategy("CPU:4")) == "<distrib.OneDeviceStrategy of 1 on CPU:4>"
     assert repr(distrib.get_strategy()) == "<distrib.DefaultStrategy of 1 on any device>"
+
+
+@on_two
+def test_a_constant_that_a_step_with_uneven_replicas_returns_or_assigns(make):
+    strategy = make()
+    v = variable(strategy, 3.0, aggregation=distrib.VariableAggregation.MEAN)
+    w = variable(
+        strategy,
+        3.0,
+        synchronization=distrib.VariableSynchronization.ON_READ,
+        aggregation=distrib.VariableAggregation.MEAN,
+    )
+
+    def step(x):
+        w.assign(2.0)
+        return v.assign(1.0), jnp.float32(7), x.sum()
+
+    x = values(strategy, lambda i: jnp.ones(3 - i))
+    result = [[float(part) for part in y.values] for y in strategy.run(step, args=(x,))]
+    assert result == [[1.0, 1.0], [7.0, 7.0], [3.0, 2.0]]
+    assert (float(v.numpy()), float(w.numpy())) == (1.0, 2.0)

@@ -64,7 +64,7 @@ def test_create(make_strategy):
         "<distrib.TrainState with 3 parameters: params, opt_state, batch_stats, keys, ema>"
     )
     names = [v.name for v in state.distributed_variables()]
-    assert names[:2] == ["params.dense.bias", "params.dense.kernel"]
+    assert names[:2] == ["params['dense']['bias']", "params['dense']['kernel']"]
     assert names[-1] == "step"
     trainable = [v.name for v in state.distributed_variables() if v.trainable]
     assert trainable == names[:2]
@@ -82,7 +82,9 @@ def test_fields_that_were_not_given():
     state = create(mirrored(2))
     assert state.batch_stats is None
     assert state.keys is None
-    with pytest.raises(AttributeError, match=r"no field 'ema'.*step, apply_fn, tx, params, opt_state"):
+    with pytest.raises(
+        AttributeError, match=r"no field 'ema'.*step, apply_fn, tx, params, opt_state"
+    ):
         _ = state.ema
 
 
@@ -155,7 +157,9 @@ def test_mean_weights_replicas_by_their_examples(make_strategy):
 
 def test_an_unknown_aggregation():
     state = create(mirrored(2))
-    with pytest.raises(ValueError, match="aggregation is 'AVERAGE', and must be 'MEAN', 'SUM' or None"):
+    with pytest.raises(
+        ValueError, match="aggregation is 'AVERAGE', and must be 'MEAN', 'SUM' or None"
+    ):
         state.apply_gradients(grads=gradients(1.0), aggregation="AVERAGE")
 
 
@@ -181,7 +185,7 @@ def test_outside_of_a_step_there_is_nothing_to_combine(make_strategy):
         state.apply_gradients(grads=gradients(1.0))
     with strategy.scope():
         state.apply_gradients(grads=gradients(1.0), aggregation="SUM")
-    np.testing.assert_allclose(flat(state.params), [-1.5, -0.5, -0.5], rtol=1e-5)
+    np.testing.assert_allclose(flat(state.params), [-1.5, -0.5, -0.5], rtol=1e-4)
     assert int(state.step) == 3
     strategy.extended.assert_mirrored(state)
     strategy.run(lambda: state.apply_gradients(grads=gradients(1.0)))
@@ -269,7 +273,9 @@ def test_replace_outside(make_strategy):
 @pytest.mark.parametrize("field", ["loss", "keys", "tx"])
 def test_replace_cannot_change(field):
     state = create(mirrored(2), ema=jnp.zeros(()), keys={"dropout": jax.random.key(0)})
-    with pytest.raises(AttributeError, match=f"cannot change '{field}' here; it can change step, params"):
+    with pytest.raises(
+        AttributeError, match=f"cannot change '{field}' here; it can change step, params"
+    ):
         state.replace(**{field: None})
 
 
@@ -280,14 +286,17 @@ def test_replace_cannot_change(field):
 @pytest.mark.parametrize(
     ("grads", "message"),
     [
-        ({"dense": {"kernel": jnp.ones((2, 1))}}, r"another structure: params\.dense\.bias is in one"),
+        (
+            {"dense": {"kernel": jnp.ones((2, 1))}},
+            r"another structure: params\['dense'\]\['bias'\] is in one of them only",
+        ),
         (
             {"dense": {"kernel": jnp.ones((2, 1)), "bias": jnp.ones(1), "scale": jnp.ones(1)}},
-            r"another structure: params\.dense\.scale is in one of them only",
+            r"another structure: params\['dense'\]\['scale'\] is in one of them only",
         ),
         (
             {"dense": {"kernel": jnp.ones((1, 2)), "bias": jnp.ones(1)}},
-            r"params\.dense\.kernel has shape \(2, 1\), and was given a value of shape \(1, 2\)",
+            r"params\['dense'\]\['kernel'\] has shape \(2, 1\), and was given a value of shape \(1, 2\)",
         ),
         (None, "another structure"),
     ],
@@ -308,7 +317,7 @@ def test_gradients_that_do_not_fit(grads, message, inside):
 def test_batch_statistics_that_do_not_fit():
     strategy = mirrored(2)
     state = create(strategy, batch_stats={"mean": jnp.zeros(2)})
-    with pytest.raises(errors.VariableError, match=r"batch_stats\.variance"):
+    with pytest.raises(errors.VariableError, match=r"batch_stats\['variance'\] is in one"):
         strategy.run(
             lambda: state.apply_gradients(
                 grads=gradients(1.0), batch_stats={"mean": jnp.zeros(2), "variance": jnp.zeros(2)}

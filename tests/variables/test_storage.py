@@ -208,7 +208,9 @@ def test_on_read_mean_takes_the_value_on_every_copy():
 @pytest.mark.parametrize("method", ["assign_add", "assign_sub"])
 def test_on_read_sum_refuses_to_add_outside_of_replicas(method):
     v = variable(mirrored(), 0.0, name="total", synchronization=ON_READ, aggregation=SUM)
-    with pytest.raises(distrib.errors.VariableError, match="'total' is ON_READ with aggregation=SUM"):
+    with pytest.raises(
+        distrib.errors.VariableError, match="'total' is ON_READ with aggregation=SUM"
+    ):
         getattr(v, method)(1.0)
 
 
@@ -219,9 +221,7 @@ def test_on_read_takes_components():
 
 
 def test_an_on_read_variable_of_one_replica_is_plain():
-    v = variable(
-        distrib.OneDeviceStrategy("CPU:0"), 2.0, synchronization=ON_READ, aggregation=SUM
-    )
+    v = variable(distrib.OneDeviceStrategy("CPU:0"), 2.0, synchronization=ON_READ, aggregation=SUM)
     v.assign_add(1.0)
     assert float(v.numpy()) == 3.0
 

@@ -15,16 +15,25 @@ def test_auto_is_on_write():
 
 @pytest.mark.parametrize(
     ("synchronization", "given", "trainable"),
-    [(ON_READ, None, False), (ON_READ, True, True), (ON_WRITE, None, True), (ON_WRITE, False, False)],
+    [
+        (ON_READ, None, False),
+        (ON_READ, True, True),
+        (ON_WRITE, None, True),
+        (ON_WRITE, False, False),
+    ],
 )
 def test_trainable(synchronization, given, trainable):
     assert check_modes(synchronization, NONE, given, jnp.float32, "v")[2] is trainable
 
 
 def test_unknown_modes():
-    with pytest.raises(VariableError, match="synchronization mode: 'bad' for variable: v. Pass .*ON_READ"):
+    with pytest.raises(
+        VariableError, match="synchronization mode: 'bad' for variable: v. Pass .*ON_READ"
+    ):
         check_modes("bad", NONE, None, jnp.float32, "v")
-    with pytest.raises(VariableError, match="aggregation mode: 1 for variable: v. Pass .*ONLY_FIRST_REPLICA"):
+    with pytest.raises(
+        VariableError, match="aggregation mode: 1 for variable: v. Pass .*ONLY_FIRST_REPLICA"
+    ):
         check_modes(AUTO, 1, None, jnp.float32, "v")
 
 

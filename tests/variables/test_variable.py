@@ -136,7 +136,9 @@ def test_wrong_shapes_are_refused(synchronization, inside):
 
 def test_dtypes_that_lose_information_are_refused():
     v = variable(mirrored(), 1, name="count")
-    with pytest.raises(VariableError, match=r"dtype is int32, .* float32 would lose.*astype\('int32'\)"):
+    with pytest.raises(
+        VariableError, match=r"dtype is int32, .* float32 would lose.*astype\('int32'\)"
+    ):
         v.assign(jnp.float32(1.5))
     v.assign(np.int8(3))
     assert v.numpy() == 3

@@ -8,7 +8,10 @@ from distrib.errors import VariableError
 from distrib.variables import VariableAggregation, VariableTree
 from tests.conformance.table import central, mirrored, rid
 
-TREE = {"dense": {"kernel": np.ones((2, 3), np.float32), "bias": np.zeros(3, np.float32)}, "step": 4}
+TREE = {
+    "dense": {"kernel": np.ones((2, 3), np.float32), "bias": np.zeros(3, np.float32)},
+    "step": 4,
+}
 
 
 def make_tree(strategy, tree=None, **kwargs):
@@ -84,7 +87,9 @@ def test_typed_keys():
     assert tree.build_data()["key"].dtype == jnp.uint32
     strategy.run(lambda: tree.assign({"key": jax.random.split(tree.value()["key"])[0]}))
     expected = jax.random.split(key)[0]
-    assert jax.random.key_data(tree.value()["key"]).tolist() == jax.random.key_data(expected).tolist()
+    assert (
+        jax.random.key_data(tree.value()["key"]).tolist() == jax.random.key_data(expected).tolist()
+    )
 
 
 def test_another_structure_is_refused():

@@ -1,0 +1,240 @@
+"""The threads engine: a Python thread for each replica, on its own device, run eagerly.
+
+For debugging: replica ids are numbers, `print` and debuggers work, Python may branch on values, and
+  shapes
+may differ. The replicas meet at the collectives; the values are those of the compiled engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distrib.context import Frame, ReplicaContext, entered
+from distrib.engines.nnx_objects import (
+    NnxState,
+    changed,
+    is_batch_statistic,
+    is_nnx_object,
+    put_together,
+    take_apart,
+    write_back,
+)
+from distrib.engines.replica_thread import (
+    ReplicaThread,
+    StepValues,
+    assign_aggregated,
+    reduced,
+    update_everywhere,
+)
+from distrib.engines.signature import is_leaf
+from distrib.engines.turns import Request, Turn, take_turns
+from distrib.engines.weights import ExampleWeights
+from distrib.errors import AggregationError, VariableError
+from distrib.platform import Device, device_string
+from distrib.reduce_op import ReduceOp
+from distrib.values import DistributedValues, PerReplica
+from distrib.variables import HoldsVariables, Variable
+
+
+class ThreadsEngine:
+    """Runs the steps of one strategy eagerly.
+
+    Args:
+      strategy: the strategy, which replica contexts show to the user.
+      devices: a device for each replica.
+    """
+
+    def __init__(self, strategy: Any, devices: Sequence[Device]):
+        self._strategy = strategy
+        self._devices = tuple(devices)
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call ``fn`` once for each replica, each in its own thread.
+
+        Raises:
+          MeetingError: if the replicas do not make the same collective calls.
+          ReplicaDeadlineError: if one of them gets stuck.
+        """
+        leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_leaf)
+        values = StepValues(self._strategy, self._devices)
+        weights = _weights(leaves, len(self._devices))
+        objects = [leaf for leaf in leaves if is_nnx_object(leaf)]
+        state = take_apart(objects) if objects else None
+        bodies = [
+            self._body(fn, treedef, leaves, i, values, weights[i], state)
+            for i in range(len(self._devices))
+        ]
+        outcomes = take_turns(bodies, lambda requests: self._meet(values, requests))
+        changes = _agreed(state, [change for _, change in outcomes]) if state else {}
+        result = _merged([result for result, _ in outcomes])
+        values.put_back()
+        if state:
+            write_back(state, changes)
+        return result
+
+    def _body(
+        self,
+        fn: Callable[..., Any],
+        treedef: Any,
+        leaves: Sequence[Any],
+        replica: int,
+        values: StepValues,
+        weights: ExampleWeights | None,
+        state: NnxState | None,
+    ) -> Callable[[Turn], Any]:
+        device = self._devices[replica]
+
+        def body(turn: Turn) -> Any:
+            program = ReplicaThread(values, turn, weights)
+            context = ReplicaContext(
+                self._strategy, np.int32(replica), program, (device_string(device),)
+            )
+            with jax.default_device(device), entered(Frame(self._strategy, context, program)):
+                arrays = [values.here(a, replica) for a in state.arrays] if state else []
+                copies = iter(put_together(state, arrays, replica) if state else ())
+                seen = [
+                    next(copies) if is_nnx_object(x) else _part(x, replica, values) for x in leaves
+                ]
+                args, kwargs = jax.tree.unflatten(treedef, seen)
+                result = fn(*args, **kwargs)
+                if state is None:
+                    return result, {}
+                copies = [x for x in seen if is_nnx_object(x)]
+                change = changed(state, arrays, copies)
+                for position, new in change.items():
+                    if is_batch_statistic(state.variables[position]):
+                        change[position] = program.combine(new, "MEAN")
+                return result, change
+
+        return body
+
+    def _meet(self, values: StepValues, requests: list[Request]) -> Sequence[Any]:
+        kind = requests[0].kind
+        what = kind[0] if isinstance(kind, tuple) else kind
+        payloads = [request.payload for request in requests]
+        size = len(self._devices)
+        if what == "merge_call":
+            return self._merge(values, payloads)
+        if what == "lengths":
+            return [payloads] * size
+        if what == "all_reduce":
+            device = self._devices[0]
+            sums = [
+                reduced_checked(kind[1], parts, device) for parts in zip(*payloads, strict=True)
+            ]
+            return [[values.here(s, i) for s in sums] for i in range(size)]
+        if what == "all_gather":
+            whole = _concatenated(payloads, kind[1], self._devices[0])
+            return [values.here(whole, i) for i in range(size)]
+        if what == "update":
+            update_everywhere(values, payloads[0])
+        else:
+            assign_aggregated(values, requests)
+        return [None] * size
+
+    def _merge(self, values: StepValues, payloads: Sequence[Any]) -> Sequence[Any]:
+        merge_fn = payloads[0][0]
+        args, kwargs = _merged([(args, kwargs) for _, args, kwargs in payloads])
+        with entered(Frame(self._strategy, None, ReplicaThread(values, None, None))):
+            result = merge_fn(self._strategy, *args, **kwargs)
+        return [
+            jax.tree.map(lambda leaf: _part(leaf, i, values), result, is_leaf=_whole)  # noqa: B023
+            for i in range(len(self._devices))
+        ]
+
+
+def _whole(leaf: Any) -> bool:
+    return isinstance(leaf, DistributedValues | Variable | HoldsVariables)
+
+
+def _part(leaf: Any, replica: int, values: StepValues) -> Any:
+    if isinstance(leaf, DistributedValues):
+        leaf = leaf.values[min(replica, len(leaf.values) - 1)]
+    return values.here(leaf, replica) if isinstance(leaf, jax.Array) else leaf
+
+
+def _merged(trees: Sequence[Any]) -> Any:
+    """Return one tree of what the replicas returned, or brought to a merge function."""
+    if len(trees) == 1:
+        return trees[0]
+
+    def merge(*leaves: Any) -> Any:
+        first = leaves[0]
+        number_or_text = isinstance(first, int | float | complex | str | bytes)
+        if all(leaf is first for leaf in leaves) and not isinstance(first, jax.Array):
+            return first
+        if number_or_text and not hasattr(first, "dtype") and all(leaf == first for leaf in leaves):
+            return first
+        return PerReplica(leaves)
+
+    return jax.tree.map(merge, *trees, is_leaf=_whole)
+
+
+def _weights(leaves: Sequence[Any], size: int) -> list[ExampleWeights | None]:
+    """Return the examples of each replica: the first axis of the first argument that differs."""
+    for leaf in leaves:
+        if isinstance(leaf, PerReplica) and leaf.whole is None:
+            shapes = [np.shape(part) for part in leaf.values]
+            counts = [shape[0] for shape in shapes] if all(shapes) else []
+            if len(set(counts)) > 1 and sum(counts):
+                return [ExampleWeights(count, sum(counts), size) for count in counts]
+    return [None] * size
+
+
+def reduced_checked(op: ReduceOp, parts: Sequence[Any], device: Device) -> Any:
+    """Add the parts of the replicas.
+
+    Raises:
+      AggregationError: for booleans, and if shapes differ.
+    """
+    if jnp.asarray(parts[0]).dtype == jnp.bool_:
+        raise AggregationError(
+            f"all_reduce({op.name}) cannot add values of dtype bool: convert them to a number "
+            "first."
+        )
+    return reduced(op, parts, device)
+
+
+def _concatenated(parts: Sequence[Any], axis: int, device: Device) -> jax.Array:
+    arrays = [jax.device_put(part, device) for part in parts]
+    shapes = [array.shape for array in arrays]
+    others = {shape[:axis] + (None,) + shape[axis + 1 :] for shape in shapes}
+    if len(others) > 1:
+        raise AggregationError(
+            f"all_gather along axis {axis} got arrays of shapes {shapes}, which may differ along "
+            "that axis only."
+        )
+    return jnp.concatenate(arrays, axis)
+
+
+def _agreed(state: NnxState, changes: Sequence[dict[int, Any]]) -> dict[int, Any]:
+    """Return the changes of NNX variables, which must be equal on all replicas.
+
+    Raises:
+      VariableError: naming a variable that is not.
+    """
+    for position, new in changes[0].items():
+        for other in changes[1:]:
+            same = position in other and np.array_equal(
+                np.asarray(jax.random.key_data(new) if _is_key(new) else new),
+                np.asarray(
+                    jax.random.key_data(other[position]) if _is_key(new) else other[position]
+                ),
+            )
+            if not same:
+                raise VariableError(
+                    f"The step changes {state.paths[position]!r} of an NNX object to a value that "
+                    "differs by replica, so that the copies would no longer agree. Combine the "
+                    "gradients before the optimizer sees them: grads = "
+                    "distrib.get_replica_context().all_reduce('MEAN', grads)."
+                )
+    return changes[0]
+
+
+def _is_key(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)

@@ -41,7 +41,7 @@ def set_logical_devices(kind: str, count: int) -> None:
     virtual_devices.set_logical_devices(kind, count)
 
 
-def logical_devices(kind: str) -> list[str]:
+def logical_devices(kind: str | None = None) -> list[str]:
     """Return the names of this process's devices of one kind, real or virtual.
 
     Looks up the devices, which starts JAX.
@@ -52,10 +52,12 @@ def logical_devices(kind: str) -> list[str]:
     []
 
     Args:
-      kind: ``"CPU"``, ``"GPU"``, ``"TPU"``, ..., in any letter case.
+      kind: ``"CPU"``, ``"GPU"``, ``"TPU"``, ..., in any letter case; None for the kind that a
+        strategy uses by default.
     """
     virtual_devices.ensure_thread_pool()
-    return [devices.short_device_string(device) for device in devices.local_devices(kind)]
+    found = devices.resolve_devices(None) if kind is None else devices.local_devices(kind)
+    return [devices.short_device_string(device) for device in found]
 
 
 def run_functions_eagerly(eagerly: bool) -> None:

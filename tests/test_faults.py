@@ -1,9 +1,10 @@
-"""What goes wrong around training, and what is left afterwards: a clear error and a usable state."""
+"""What goes wrong around training leaves a clear error and a usable state."""
 
 import re
+import signal
 import threading
+import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -11,7 +12,7 @@ import pytest
 
 import distrib
 from distrib import errors
-from tests.support.fresh_python import run_python
+from tests.support.fresh_python import run_python, start_python
 from tests.support.strategies import on_every_strategy, on_two_replicas
 
 KINDS = [distrib.MirroredStrategy, distrib.CentralStorageStrategy]
@@ -200,8 +201,8 @@ rng = random.Random(0)
 
 # Each step takes 1 off w and adds 1 to the counters, on every copy or on none.
 with strategy.scope():
-    state = distrib.TrainState.create(
-        apply_fn=None, params={{"w": jnp.zeros(()), "unused": jnp.ones((50, 50))}}, tx=optax.sgd(1.0))
+    params = {{"w": jnp.zeros(()), "unused": jnp.ones((50, 50))}}
+    state = distrib.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
     count = distrib.Variable(0.0, aggregation=distrib.VariableAggregation.MEAN)
 
 def make_step():
@@ -264,6 +265,46 @@ def test_ctrl_c_leaves_the_state_usable(kind, where, rounds):
     printed = run_python(INTERRUPTED.format(kind=kind, where=where, rounds=rounds))
     # A compilation is not interrupted, and a small one takes less than a second.
     assert float(printed.split()[-1]) < 2.0
+
+
+PRESSED_ONCE = """
+import sys, threading, time
+import distrib
+distrib.config.set_logical_devices("CPU", 2)
+import numpy as np
+strategy = distrib.MirroredStrategy()
+with strategy.scope():
+    total = distrib.metrics.Sum()
+
+class Loader:
+    def __iter__(self):
+        yield np.ones(4, np.float32)
+        while {stuck}:
+            time.sleep(60)
+        while True:
+            yield np.ones(4, np.float32)
+
+for batch in strategy.experimental_distribute_dataset(Loader()):
+    strategy.run(total.update_state, args=(batch,))
+    print("training", flush=True)
+"""
+
+
+@pytest.mark.parametrize("stuck", [False, True], ids=["training", "in a loader that is stuck"])
+def test_ctrl_c_ends_a_script(stuck):
+    with start_python(PRESSED_ONCE.format(stuck=stuck)) as process:
+        try:
+            assert process.stdout.readline() == "training\n"
+            pressed = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            _, log = process.communicate(timeout=60)
+            took = time.monotonic() - pressed
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGINT
+    assert log.rstrip().endswith("KeyboardInterrupt")
+    assert "Fatal" not in log
+    assert took < 2.0
 
 
 # Loaders.

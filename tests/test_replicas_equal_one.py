@@ -1,7 +1,7 @@
 """N replicas compute what one device does: parameters after 50 steps, in float32.
 
-The reference is plain JAX, Flax and Optax on one device, without distrib. Relative means: the largest
-difference in a tensor over the largest value in it.
+The reference is plain JAX, Flax and Optax on one device, without distrib. Relative means: the
+largest difference in a tensor over the largest value in it.
 """
 
 import functools
@@ -58,9 +58,10 @@ class Mlp(nn.Module):
 class Cnn(nn.Module):
     """Two convolutions, each normalised over the batch, which is all replicas' examples.
 
-    Nothing before a normalisation adds a constant: no bias, and no layer whose inputs do not vary with
-    the image, as MNIST's black border. The true gradient of its weight would be zero, and Adam, which
-    divides by the gradient's size, would make whole steps of the rounding error in its place.
+    Nothing before a normalisation adds a constant: no bias, and no layer whose inputs do not vary
+    with the image, as MNIST's black border. The true gradient of its weight would be zero, and
+    Adam, which divides by the gradient's size, would make whole steps of the rounding error in its
+    place.
     """
 
     axis_name: str | None
@@ -102,6 +103,7 @@ def dataset(size):
     return images[:size], labels[:size]
 
 
+@functools.cache
 def initial(model):
     return model(None).init(jax.random.key(0), dataset(EXAMPLES)[0][:1], train=False)
 

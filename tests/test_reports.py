@@ -108,7 +108,7 @@ def test_a_scaled_regularization_loss_is_half_on_two_replicas(make_strategy):
     ("inside", "aggregation"), [(None, "SUM"), ("SUM", "MEAN"), ("MEAN", "SUM")]
 )
 def test_gradient_of_a_loss_that_lies_on_one_replica(make_strategy, inside, aggregation):
-    """Row 5: the gradient of a loss that was reduced already was off by N, or on the wrong shard."""
+    """Row 5: the gradient of a loss that was reduced already was off by N."""
     strategy = make_strategy()
     state = linear(strategy, w=1.0)
 
@@ -133,7 +133,7 @@ def test_gradient_of_a_loss_that_lies_on_one_replica(make_strategy, inside, aggr
 @on_two_replicas
 @pytest.mark.parametrize(("op", "value", "gradient"), [("SUM", 3.0, 2.0), ("MEAN", 1.5, 1.0)])
 def test_gradient_of_an_all_reduce(make_strategy, op, value, gradient):
-    """Row 6: it is the all-reduce of the incoming gradients with the same op, as in tf.distribute."""
+    """Row 6: it is the all-reduce of the incoming gradients with the same op."""
 
     def step(x):
         reduce = distrib.get_replica_context().all_reduce
@@ -268,7 +268,7 @@ def test_batch_norm_and_dropout_stay_finite_with_empty_replicas(make_strategy, a
 
 @on_every_strategy
 def test_flattening_with_an_unknown_length_on_empty_replicas(make_strategy):
-    """Row 11: ``x.reshape(len(x), -1)``, as every tutorial writes, has no answer for no examples."""
+    """Row 11: ``x.reshape(len(x), -1)``, as tutorials write, has no answer for no examples."""
     strategy = make_strategy()
     state = linear(strategy, optax.sgd(1.0), w=jnp.zeros(4))
 

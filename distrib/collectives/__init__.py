@@ -9,6 +9,7 @@ from distrib.collectives.in_program import (
     all_gather,
     all_reduce,
     check_arrays,
+    check_numbers,
     from_first_replica,
 )
 from distrib.collectives.options import CommunicationOptions
@@ -22,6 +23,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "check_arrays",
+    "check_numbers",
     "from_first_replica",
     "map_packed",
     "plan_packs",

@@ -45,6 +45,23 @@ def check_arrays(tree: Any, what: str) -> list[jax.Array]:
     return arrays
 
 
+def check_numbers(tree: Any, what: str) -> list[jax.Array]:
+    """Return the leaves of ``tree`` as arrays that can be added.
+
+    Raises:
+      TypeError: if a leaf is not an array.
+      AggregationError: if a leaf is boolean, or a typed PRNG key; the message names its path.
+    """
+    arrays = check_arrays(tree, what)
+    for (path, _), array in zip(leaves_with_paths(tree), arrays, strict=True):
+        if array.dtype == jnp.bool_ or not jnp.issubdtype(array.dtype, jnp.number):
+            raise AggregationError(
+                f"{what} cannot add values of dtype {array.dtype} at {path or 'the root'}: convert "
+                "them to a number first, with .astype(jnp.int32) for one."
+            )
+    return arrays
+
+
 def all_reduce(
     op: ReduceOp,
     tree: Any,
@@ -72,15 +89,7 @@ def all_reduce(
       AggregationError: if a leaf is boolean, or a typed PRNG key.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    arrays = check_arrays(tree, f"all_reduce({op.name})") if leaves else []
-    for path, leaf in leaves_with_paths(tree):
-        dtype = jnp.asarray(leaf).dtype
-        if dtype == jnp.bool_ or not jnp.issubdtype(dtype, jnp.number):
-            raise AggregationError(
-                f"all_reduce({op.name}) cannot add values of dtype {dtype} at "
-                f"{path or 'the root'}: convert them to a number first, with .astype(jnp.int32) "
-                "for one."
-            )
+    arrays = check_numbers(tree, f"all_reduce({op.name})") if leaves else []
     if op is ReduceOp.MEAN:
         arrays = [
             a if jnp.issubdtype(a.dtype, jnp.inexact) else a.astype(jnp.result_type(float))

@@ -44,6 +44,14 @@ def _contains_meeting(equation: Any) -> bool:
     return any(mentions(equation, name) for name in _COLLECTIVES)
 
 
+def acts(equation: Any) -> bool:
+    """Tell whether an equation does something beside computing its results, such as printing.
+
+    To depend on the mesh axis counts as an effect for JAX; it is none that anybody sees.
+    """
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+
+
 def is_literal(atom: Any) -> bool:
     """Tell whether an operand is a constant that stands in the equation."""
     return hasattr(atom, "val")
@@ -154,7 +162,7 @@ def needed(stretches: Stretches, outputs: Sequence[Any]) -> set[Any]:
     wanted = {atom for atom in outputs if not is_literal(atom)}
     for index in range(len(stretches.stretches) - 1, -1, -1):
         for equation in reversed(stretches.stretches[index]):
-            if equation.effects or any(v in wanted for v in equation.outvars):
+            if acts(equation) or any(v in wanted for v in equation.outvars):
                 wanted.update(a for a in equation.invars if not is_literal(a))
         if index:
             wanted.update(a for a in stretches.meetings[index - 1].invars if not is_literal(a))

@@ -7,6 +7,7 @@ switch, once for all, so that copies of variables stay equal bit by bit.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from distrib.engines.lift import Lifted
 from distrib.engines.meetings import (
     Stretches,
+    acts,
     cut,
     divisions,
     is_literal,
@@ -25,6 +27,7 @@ from distrib.engines.meetings import (
 )
 from distrib.engines.signature import Kind
 from distrib.engines.spmd import Leaf, entered_form
+from distrib.engines.varying import mentions
 from distrib.errors import UnevenReplicasError
 from distrib.platform.jax_compat import bind_equation
 from distrib.platform.mesh import REPLICA_AXIS
@@ -47,6 +50,7 @@ class Together:
       examples: how many examples a replica of each group has.
       leaves: how the arguments enter.
       probe: traces the step of a group for another number of replicas, to find what depends on it.
+      on_cpu: whether the replicas run on CPU devices.
     """
 
     def __init__(
@@ -57,8 +61,10 @@ class Together:
         examples: Sequence[int],
         leaves: Sequence[Leaf],
         probe: Callable[[int, int], Lifted],
+        on_cpu: bool,
     ):
         self._size = len(group_of)
+        self._on_cpu = on_cpu
         self._steps = steps
         self._forms = forms
         self._group_of = group_of
@@ -226,26 +232,51 @@ class Together:
           For each group the values that it keeps, which are zeros on the replicas of others; and
           what ``returns`` gives, of which every replica has its own.
         """
+        groups = range(len(self._steps))
 
-        def branch(g: int) -> Callable[[], Any]:
-            def run() -> Any:
-                values = dict(environments[g])
-                for equation in self._cuts[g].stretches[index]:
-                    done = g == 0 and _depends_only_on(equation, self._all_common)
-                    if not done and (
-                        equation.effects or any(v in self._wanted[g] for v in equation.outvars)
-                    ):
-                        _run(equation, values)
-                mine = [values[v] for v in kept[g]]
-                others = [
-                    mine if h == g else [jnp.zeros(v.aval.shape, v.aval.dtype) for v in kept[h]]
-                    for h in range(len(kept))
-                ]
-                return others, returns(g, values)
+        def values_of(g: int) -> dict[Any, Any]:
+            values = dict(environments[g])
+            for equation in self._equations(g, index):
+                _run(equation, values)
+            return values
 
-            return run
+        def branch(g: int) -> Any:
+            values = values_of(g)
+            own = [
+                [values[v] if h == g else jnp.zeros(v.aval.shape, v.aval.dtype) for v in kept[h]]
+                for h in groups
+            ]
+            return own, returns(g, values)
 
-        return jax.lax.switch(group, [branch(g) for g in range(len(self._steps))])
+        if self._compute_all(index):
+            everything = [values_of(g) for g in groups]
+            own = [[everything[g][v] for v in kept[g]] for g in groups]
+            candidates = zip(*(returns(g, everything[g]) for g in groups), strict=True)
+            return own, [jax.lax.select_n(group, *values) for values in candidates]
+        return jax.lax.switch(group, [functools.partial(branch, g) for g in groups])
+
+    def _equations(self, g: int, index: int) -> list[Any]:
+        """Return what group ``g`` itself must compute in a stretch."""
+        return [
+            equation
+            for equation in self._cuts[g].stretches[index]
+            if (acts(equation) or any(v in self._wanted[g] for v in equation.outvars))
+            and not (g == 0 and _depends_only_on(equation, self._all_common))
+        ]
+
+    def _compute_all(self, index: int) -> bool:
+        """Tell whether every replica computes all groups' stretches, and takes its own.
+
+        On CPUs XLA compiles the gradient of a convolution inside of a conditional to code that was
+        measured to be 13 times as slow (106 against 8 ms); to compute two or three of them is
+        faster. Where a stretch has an effect, such as a print, only the replica's own may run.
+        """
+        equations = [e for g in range(len(self._steps)) for e in self._equations(g, index)]
+        return (
+            self._on_cpu
+            and not any(acts(e) for e in equations)
+            and any(mentions(e, "conv_general_dilated") for e in equations)
+        )
 
     def _counted(self, g: int, index: int, operand: int, value: Any) -> Any:
         """Return what a replica of group ``g`` adds to a sum over the replicas."""
@@ -320,7 +351,7 @@ def _run(equation: Any, environment: dict[Any, Any]) -> None:
 
 
 def _depends_only_on(equation: Any, common: set[Any]) -> bool:
-    if equation.effects or equation.primitive.name == "axis_index":
+    if acts(equation) or equation.primitive.name == "axis_index":
         return False
     return all(is_literal(atom) or atom in common for atom in equation.invars) and not any(
         _contains_axis_index(value) for value in equation.params.values()

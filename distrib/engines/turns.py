@@ -9,6 +9,7 @@ same.
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -54,12 +55,18 @@ class Turn:
         self._abandoned = False
         self._go = threading.Semaphore(0)
         self._back = threading.Semaphore(0)
+        # The thread sees the caller's context variables.
         self._thread = threading.Thread(
-            target=self._run, args=(body,), name=f"distrib-replica-{index}", daemon=True
+            target=contextvars.copy_context().run,
+            args=(self._run, body),
+            name=f"distrib-replica-{index}",
+            daemon=True,
         )
 
     def ask(self, request: Request) -> Any:
         """Wait for the others with ``request`` and return this replica's part of the outcome."""
+        if self._abandoned:  # It asks again while it unwinds: in a finally block.
+            raise _Abandoned
         self.request = request
         self._back.release()
         self._go.acquire()

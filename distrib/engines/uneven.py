@@ -69,9 +69,24 @@ def make_step(
         [examples[i] for i in members],
         entering,
         probe,
+        on_cpu=mesh.devices.flat[0].platform == "cpu",
     )
     step = Step(steps[0], entering, mesh, placement, together.body, together.finish())
     return step, (*steps[0].reads, *steps[0].writes)
+
+
+def _lifted(lifted: Lift, forms: Forms, weights: ExampleWeights) -> Lifted:
+    try:
+        return lifted(forms, weights)
+    except Exception as error:
+        if weights.mine == 0:
+            error.add_note(
+                "This was the trace for a replica without examples: the batch of "
+                f"{weights.total} does not suffice for {weights.num_replicas} replicas, and the "
+                "step must work for a first axis of 0 (jax.lax.collapse(x, 1) instead of "
+                "x.reshape(len(x), -1), for one). Or pass drop_remainder=True."
+            )
+        raise
 
 
 def _forms(leaves: Sequence[Any], keys: Sequence[tuple[Kind, Any]], replica: int) -> Forms:

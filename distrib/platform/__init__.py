@@ -12,9 +12,12 @@ from distrib.platform.jax_compat import (
     backends_initialized,
     bind_equation,
     jaxpr_function,
+    thread_settings,
     trace_token,
     uncommitted,
+    under_jit,
     under_trace,
+    with_settings,
 )
 from distrib.platform.mesh import REPLICA_AXIS, replica_mesh, replicated, split
 from distrib.platform.pytree_paths import leaves_with_paths, path_string
@@ -38,7 +41,10 @@ __all__ = [
     "set_logical_devices",
     "short_device_string",
     "split",
+    "thread_settings",
     "trace_token",
     "uncommitted",
+    "under_jit",
     "under_trace",
+    "with_settings",
 ]

@@ -6,8 +6,9 @@ disappears, the function falls back to public JAX, and its docstring says what i
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,6 +21,10 @@ try:
     from jax._src.core import trace_state_clean as _trace_state_clean
 except ImportError:
     _trace_state_clean = None
+try:
+    from jax._src.core import trace_ctx as _trace_context
+except ImportError:
+    _trace_context = None
 try:
     from jax._src.array import ArrayImpl as _ArrayImpl
 except ImportError:
@@ -93,6 +98,64 @@ def under_trace() -> bool:
     if _trace_state_clean is not None:
         return not _trace_state_clean()
     return trace_token() != _token_outside_every_trace()
+
+
+def under_jit() -> bool:
+    """Return whether this thread is tracing a function for ``jax.jit``, at any depth.
+
+    What such a function reads becomes a constant of the program that JAX keeps. Without the private
+    names the answer is False.
+
+    >>> jax.grad(lambda x: [x, print(under_jit())][0])(1.0).item()
+    False
+    1.0
+    >>> jax.jit(lambda x: [x, print(under_jit())][0])(1.0).item()
+    True
+    1.0
+    """
+    trace = getattr(_trace_context, "trace", None)
+    while trace is not None:
+        info = getattr(getattr(trace, "frame", None), "debug_info", None)
+        if getattr(info, "traced_for", None) in ("jit", "pjit"):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
+_SETTINGS = (
+    "debug_infs",
+    "debug_nans",
+    "default_matmul_precision",
+    "default_prng_impl",
+    "disable_jit",
+    "enable_x64",
+    "numpy_dtype_promotion",
+    "numpy_rank_promotion",
+)
+"""Settings of JAX that a ``with`` block of the same name changes for one thread."""
+
+
+def thread_settings() -> dict[str, Any]:
+    """Return the settings of JAX in this thread, for :func:`with_settings` in another."""
+    return {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS}
+
+
+@contextlib.contextmanager
+def with_settings(settings: dict[str, Any]) -> Iterator[None]:
+    """Give this thread the settings of another for the length of a ``with`` block.
+
+    >>> with jax.debug_nans(True):
+    ...     settings = thread_settings()
+    >>> with with_settings(settings):
+    ...     print(jax.config.jax_debug_nans)
+    True
+    """
+    with contextlib.ExitStack() as stack:
+        for name, value in settings.items():
+            # One that is equal already would only make JAX compile anew.
+            if getattr(jax.config, f"jax_{name}") != value:
+                stack.enter_context(getattr(jax, name)(value))
+        yield
 
 
 def uncommitted(array: jax.Array) -> jax.Array:

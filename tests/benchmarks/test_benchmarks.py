@@ -33,13 +33,12 @@ def ratios_of(output: str) -> int:
 def test_run_overhead(repo_root, tmp_path):
     path = tmp_path / "results.json"
     output = run_benchmark(
-        repo_root, "run_overhead", "--quick", "--profile", "--devices=1,2", f"--json={path}"
+        repo_root, "run_overhead", "--quick", "--profile", "--devices=2", f"--json={path}"
     )
-    assert ratios_of(output) == 3
+    assert ratios_of(output) == 2
     assert "Own time a call under cProfile" in output
     results = json.loads(path.read_text())
     assert [result["name"] for result in results] == [
-        "run, MLP, 1 CPU device",
         "run, MLP, 2 CPU devices",
         "Python of a call, 200 variables",
     ]
@@ -52,12 +51,11 @@ def test_run_overhead(repo_root, tmp_path):
 def test_input_loop(repo_root, tmp_path):
     path = tmp_path / "results.json"
     output = run_benchmark(
-        repo_root, "input_loop", "--quick", "--models=mlp,cnn", "--devices=2", f"--json={path}"
+        repo_root, "input_loop", "--quick", "--models=mlp", "--devices=2", f"--json={path}"
     )
-    assert ratios_of(output) == 2
+    assert ratios_of(output) == 1
     assert [result["name"] for result in json.loads(path.read_text())] == [
         "an epoch of 4 steps, MLP, 2 devices",
-        "an epoch of 4 steps, CNN, 2 devices",
     ]
 
 

@@ -11,13 +11,12 @@ from jax.sharding import Mesh
 from distrib.collectives import CrossDeviceOps
 from distrib.engines import uneven
 from distrib.engines.cache import CompileCache
+from distrib.engines.calls import check_components, check_outside_trace, unjitted
 from distrib.engines.lift import Call, lift
 from distrib.engines.nnx_objects import NnxState, is_nnx_object, take_apart, write_back
 from distrib.engines.placement import UpdatePlacement
 from distrib.engines.signature import Kind, is_leaf, leaf_key, traced_form
 from distrib.engines.spmd import Leaf, Step, even_body, even_finish
-from distrib.errors import NestedTraceError
-from distrib.platform.jax_compat import under_trace
 from distrib.values import PerReplica
 
 
@@ -53,14 +52,8 @@ class SpmdEngine:
         Raises:
           NestedTraceError: inside of a JAX transformation.
         """
-        if under_trace():
-            raise NestedTraceError(
-                "strategy.run was called inside a JAX transformation (jax.jit, jax.grad, lax.scan "
-                "...), where its variables cannot be written back. run compiles its function by "
-                "itself: call it from plain Python, and put jax.jit or jax.grad inside the "
-                "function."
-            )
-        fn = _unjitted(fn)
+        check_outside_trace()
+        fn = unjitted(fn)
         leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_leaf)
         nnx_state = None
         if any(is_nnx_object(leaf) for leaf in leaves):
@@ -84,7 +77,7 @@ class SpmdEngine:
         leaves, treedef = jax.tree.flatten((tuple(args), kwargs or {}), is_leaf=is_leaf)
         nnx_objects = [leaf for leaf in leaves if is_nnx_object(leaf)]
         state = take_apart(nnx_objects) if nnx_objects else None
-        return self._step(_unjitted(fn), treedef, leaves, state)[1].compiled.as_text()
+        return self._step(unjitted(fn), treedef, leaves, state)[1].compiled.as_text()
 
     def _step(
         self, fn: Callable[..., Any], treedef: Any, leaves: Sequence[Any], nnx: NnxState | None
@@ -154,37 +147,12 @@ class SpmdEngine:
         )
 
 
-def check_components(leaves: Sequence[Any], num_replicas: int) -> None:
-    """Check that per-replica arguments have a component for each replica.
-
-    Raises:
-      ValueError: if one has more or fewer.
-    """
-    for leaf in leaves:
-        if isinstance(leaf, PerReplica):
-            mesh = None if leaf.whole is None else leaf.whole.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
-            count = len(leaf.values) if mesh is None else mesh.devices.size
-            if count != num_replicas:
-                raise ValueError(
-                    f"strategy.run got a PerReplica with {count} components, and the strategy has "
-                    f"{num_replicas} replicas: make it with this strategy, by "
-                    "experimental_distribute_values_from_function or a distributed dataset."
-                )
-
-
 def entering_leaf(leaf: Any, kind: Kind, key: Any, form: jax.ShapeDtypeStruct, mesh: Mesh) -> Leaf:
     """Describe how a leaf enters a program on ``mesh``."""
     if isinstance(leaf, PerReplica):
         moved = key[3] is not None and key[3] != mesh
         return Leaf(kind, key, jax.ShapeDtypeStruct(key[1], form.dtype), moved)
     return Leaf(kind, key, form)
-
-
-def _unjitted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function inside of a jitted one: run compiles it anyway, with its variables."""
-    if hasattr(fn, "lower") and hasattr(fn, "trace") and hasattr(fn, "__wrapped__"):
-        return fn.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
-    return fn
 
 
 def _rebuilder(

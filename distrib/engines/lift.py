@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from distrib.collectives import CrossDeviceOps
 from distrib.context import Frame, ReplicaContext, entered
@@ -35,6 +36,12 @@ from distrib.platform.pytree_paths import leaves_with_paths
 from distrib.values import DistributedValues
 from distrib.variables import HoldsVariables, Variable, live_variables
 
+# What JAX raises when Python asks for a value that exists only when the step runs.
+_NEEDS_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 _SAME_EVERYWHERE = (bool, int, float, complex, str, bytes)
 
 
@@ -184,13 +191,12 @@ def _trace(
     forms += [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
     try:
         jaxpr = jax.make_jaxpr(flat_step, axis_env=[(REPLICA_AXIS, axis_size)])(*forms)
-    except jax.errors.ConcretizationTypeError as error:
+    except _NEEDS_A_VALUE as error:
         raise _traced_value_error(error) from error
     except jax.errors.UnexpectedTracerError as error:
-        raise TracedValueError(
-            "The step let a traced value escape, or used one that escaped from another step: "
-            f"{error}"
-        ) from error
+        raise _escaped_value_error() from error
+    if any(isinstance(constant, Tracer) for constant in jaxpr.consts):
+        raise _escaped_value_error()
     program = trace.program
     if program is None:
         raise RuntimeError("the step was not traced")
@@ -217,6 +223,14 @@ def _traced_value_error(error: Exception) -> TracedValueError:
         "program serves every replica and every batch. Choose with jnp.where or jax.lax.cond, and "
         "print with jax.debug.print; to debug with plain Python, call "
         f"distrib.config.run_functions_eagerly(True). JAX says: {gist}"
+    )
+
+
+def _escaped_value_error() -> TracedValueError:
+    return TracedValueError(
+        "The step used a traced value that had escaped from an earlier step: something was stored in "
+        "a list, an attribute or a global while a step was traced. Return the value from the step, "
+        "or assign it to a distrib.Variable."
     )
 
 

@@ -14,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from distrib.collectives import check_arrays
+from distrib.collectives import check_arrays, check_numbers
 from distrib.context import current_frame
 from distrib.engines.program import Apply, Update, applied, combined, share_of_total
 from distrib.engines.turns import Request, Turn
 from distrib.engines.weights import ExampleWeights
 from distrib.errors import AggregationError, ContextError, NestedTraceError
-from distrib.platform import Device, uncommitted
+from distrib.platform import Device, trace_token, uncommitted, under_jit
 from distrib.reduce_op import ReduceOp
 from distrib.values import DistributedValues
-from distrib.variables import Variable, VariableAggregation, VariableSynchronization
+from distrib.variables import HoldsVariables, Variable, VariableAggregation, VariableSynchronization
 
 
 class StepValues:
@@ -41,30 +41,45 @@ class StepValues:
 
     def _of(self, variable: Variable) -> list[jax.Array]:
         if id(variable) not in self._components:
-            found = list(variable.storage.components())
-            if len(found) != len(self.devices):
+            copies = variable.storage.components()
+            if len(copies) != len(self.devices):
                 # One copy, on the parameter device or of another strategy: each replica reads it.
-                found = [self.here(found[0], i) for i in range(len(self.devices))]
+                copies = [copies[0]] * len(self.devices)
+            found = [self.here(copy, i) for i, copy in enumerate(copies)]
             self._components[id(variable)] = (variable, found)
         return self._components[id(variable)][1]
 
-    def here(self, value: Any, replica: int) -> Any:
-        """Return an array on the device of a replica, free to be combined with others there."""
-        return uncommitted(jax.device_put(value, self.devices[replica]))
+    def here(self, value: Any, replica: int) -> jax.Array:
+        """Return an array on the device of a replica, which takes what is computed with it there.
+
+        It is committed to the device. `jax.default_device` would bring what a replica makes from
+        nothing there as well, but JAX then traces a jitted function anew for every device.
+        """
+        return jax.device_put(value, self.devices[replica])
+
+    def free(self, value: Any, replica: int) -> jax.Array:
+        """Return an array on the device of a replica that may be combined with those of others."""
+        return uncommitted(self.here(value, replica))
+
+    def outside(self, tree: Any, replica: int) -> Any:
+        """Return what a replica hands out, its arrays on its own device and free."""
+        return jax.tree.map(
+            lambda leaf: self.free(leaf, replica) if _is_array(leaf) else leaf, tree, is_leaf=_kept
+        )
 
     def set(self, variable: Variable, replica: int, value: jax.Array) -> None:
         """Change the component of one replica."""
-        self._of(variable)[replica] = value
+        self._of(variable)[replica] = self.here(value, replica)
         self._changed[id(variable)] = variable
 
     def set_all(self, variable: Variable, value: jax.Array) -> None:
         """Give every replica the same value."""
         for replica in range(len(self.devices)):
-            self.set(variable, replica, self.here(value, replica))
+            self.set(variable, replica, value)
 
     def aggregated(self, variable: Variable) -> jax.Array:
         """Return what a read in cross-replica context gives."""
-        parts = self._of(variable)
+        parts = [self.free(part, i) for i, part in enumerate(self._of(variable))]
         if not variable.storage.per_replica or len(parts) == 1:
             return parts[0]
         if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -79,23 +94,40 @@ class StepValues:
             variable.storage.put_components(self._components[key][1])
 
 
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def _kept(leaf: Any) -> bool:
+    return isinstance(leaf, DistributedValues | Variable | HoldsVariables)
+
+
 def reduced(op: ReduceOp, parts: Sequence[Any], device: Device) -> Any:
     """Add the parts in the order of the replicas, on one device.
 
     Raises:
-      AggregationError: if their shapes differ.
+      AggregationError: if their shapes or dtypes differ.
     """
     arrays = [uncommitted(jax.device_put(jnp.asarray(part), device)) for part in parts]
-    shapes = [array.shape for array in arrays]
-    if len(set(shapes)) > 1:
+    forms = [form(array) for array in arrays]
+    if len(set(forms)) > 1:
         raise AggregationError(
-            f"The replicas bring arrays of shapes {shapes} to one all-reduce: they must be equal. "
-            "Reduce over the batch first."
+            f"The replicas bring {', '.join(forms)} to one all-reduce: shapes and dtypes must be "
+            "equal. Reduce over the batch first."
         )
     total = arrays[0]
     for array in arrays[1:]:
         total = total + array
     return total if op is ReduceOp.SUM else total / len(arrays)
+
+
+def form(array: Any) -> str:
+    """Return dtype and shape of an array, for messages: ``float32[2,3]``."""
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
+
+
+def _forms(arrays: Sequence[Any]) -> str:
+    return ", ".join(form(array) for array in arrays)
 
 
 class ReplicaThread:
@@ -112,6 +144,7 @@ class ReplicaThread:
         self._turn = turn
         self._weights = weights
         self._size = len(values.devices)
+        self._token = trace_token()
 
     @property
     def _replica(self) -> int:
@@ -134,23 +167,31 @@ class ReplicaThread:
     # Variables.
 
     def read(self, variable: Variable) -> jax.Array:
-        """Return this replica's value; in cross-replica context the aggregate."""
+        """Return this replica's value; in cross-replica context the aggregate.
+
+        Raises:
+          NestedTraceError: in a function that is traced for ``jax.jit``.
+        """
+        if under_jit():
+            raise NestedTraceError(
+                f"Variable {variable.name!r} was read inside jax.jit, whose program would keep the "
+                "value of now and give old numbers in later steps. Pass the value to the jitted "
+                "function: f(v.value(), x)."
+            )
         if current_frame().replica is None:
             return self._values.aggregated(variable)
         return self._values.get(variable, self._replica)
 
     def assign(self, variable: Variable, kind: str, value: Any) -> Any:
         """Assign, meeting the other replicas if the variable is to be aggregated."""
-        self._check_writable(variable, value)
+        self._check_writable(variable)
         if current_frame().replica is None:
             return self._assign_everywhere(variable, kind, value)
         if isinstance(value, DistributedValues):
             value = value.values[self._replica]
         one_copy = len(variable.storage.components()) < self._size
         alone = variable.storage.per_replica or self._size == 1
-        if not alone and not one_copy and variable.aggregation is VariableAggregation.NONE:
-            alone = True
-        if alone:
+        if alone or (not one_copy and variable.aggregation is VariableAggregation.NONE):
             old = self._values.get(variable, self._replica)
             self._values.set(variable, self._replica, combined(kind, old, variable.fitted(value)))
         else:
@@ -165,12 +206,12 @@ class ReplicaThread:
             if variable.storage.per_replica:
                 part = share_of_total(variable, kind, part, self._size)
             old = self._values.get(variable, replica)
-            new = combined(kind, old, self._values.here(variable.fitted(part), replica))
-            self._values.set(variable, replica, new)
+            part = self._values.here(variable.fitted(part), replica)
+            self._values.set(variable, replica, combined(kind, old, part))
         return self._values.aggregated(variable)
 
-    def _check_writable(self, variable: Variable, value: Any) -> None:
-        if isinstance(value, Tracer):
+    def _check_writable(self, variable: Variable) -> None:
+        if trace_token() != self._token:
             raise NestedTraceError(
                 f"Variable {variable.name!r} was changed inside a JAX transformation (jax.grad, "
                 "jax.jit, lax.scan ...), whose values may not leave it. Return the new value from "
@@ -187,7 +228,7 @@ class ReplicaThread:
         """Apply an update once and give every replica its results."""
         update = Update(tuple(variables), apply, operand)
         for variable in variables:
-            self._check_writable(variable, None)
+            self._check_writable(variable)
         if current_frame().replica is None:
             update_everywhere(self._values, update)
         else:
@@ -197,23 +238,32 @@ class ReplicaThread:
 
     def all_reduce(self, op: ReduceOp, value: Any, options: Any) -> Any:
         """Reduce a tree over the replicas; the gradient is the same reduction."""
-        leaves, treedef = jax.tree.flatten(value)
-        arrays = check_arrays(value, f"all_reduce({op.name})") if leaves else []
+        treedef = jax.tree.structure(value)
         shown = f"all_reduce({op.name})"
+        arrays = check_numbers(value, shown) if treedef.num_leaves else []
+        if self._size == 1:
+            return jax.tree.unflatten(treedef, [_mean_of_one(op, array) for array in arrays])
+
+        def reduce(inputs: list) -> list:
+            shown_inputs = f"{shown} of {_forms(inputs)}"
+            return self._ask(("all_reduce", op, treedef), shown_inputs, inputs)
 
         @jax.custom_vjp
         def meet(inputs: list) -> list:
-            return self._ask(("all_reduce", op, len(arrays)), shown, inputs)
+            return reduce(inputs)
 
-        meet.defvjp(lambda inputs: (meet(inputs), None), lambda _, gradients: (meet(gradients),))
-        if self._size == 1 or not arrays:
-            return value
-        return jax.tree.unflatten(treedef, meet(arrays))
+        def gradient(_: None, incoming: list) -> tuple[list]:
+            kind = ("all_reduce", op, "gradient", treedef)
+            return (self._of_floats(kind, f"the gradient of {shown}", incoming),)
+
+        meet.defvjp(lambda inputs: (reduce(inputs), None), gradient)
+        return jax.tree.unflatten(treedef, meet(arrays) if arrays else arrays)
 
     def all_gather(self, value: Any, axis: int, options: Any) -> Any:
         """Concatenate a tree over the replicas, of lengths that may differ along ``axis``."""
-        leaves, treedef = jax.tree.flatten(value)
-        arrays = check_arrays(value, "all_gather") if leaves else []
+        treedef = jax.tree.structure(value)
+        shown = f"all_gather(axis={axis})"
+        arrays = check_arrays(value, "all_gather") if treedef.num_leaves else []
         for array in arrays:
             if not -array.ndim <= axis < array.ndim:
                 raise AggregationError(
@@ -221,29 +271,41 @@ class ReplicaThread:
                     "no such axis. Scalars can be gathered as x[None] along axis 0."
                 )
         if self._size == 1 or not arrays:
-            return value
-        return jax.tree.unflatten(treedef, [self._gathered(a, axis % a.ndim) for a in arrays])
+            return jax.tree.unflatten(treedef, arrays)
 
-    def _gathered(self, array: jax.Array, axis: int) -> Any:
-        shown = f"all_gather(axis={axis})"
-        lengths = self._ask(("lengths", axis), shown, np.int64(array.shape[axis]))
-        start = int(sum(lengths[: self._replica]))
+        def gather(inputs: list) -> tuple[list, list]:
+            shown_inputs = f"{shown} of {_forms(inputs)}"
+            return self._ask(("all_gather", axis, treedef), shown_inputs, inputs)
 
         @jax.custom_vjp
-        def meet(x: Any) -> Any:
-            return self._ask(("all_gather", axis), shown, x)
+        def meet(inputs: list) -> list:
+            return gather(inputs)[0]
 
-        def gradient(_: None, incoming: Any) -> tuple[Any]:
-            (total,) = self._ask(
-                ("all_reduce", ReduceOp.SUM, 1), f"gradient of {shown}", [incoming]
-            )
-            return (jax.lax.slice_in_dim(total, start, start + array.shape[axis], axis=axis),)
+        def gradient(starts: list, incoming: list) -> tuple[list]:
+            kind = ("all_reduce", ReduceOp.SUM, "gradient", axis, treedef)
+            totals = self._of_floats(kind, f"the gradient of {shown}", incoming)
+            return ([_cut(*item, axis) for item in zip(totals, starts, arrays, strict=True)],)
 
-        meet.defvjp(lambda x: (meet(x), None), gradient)
-        return meet(array)
+        meet.defvjp(gather, gradient)
+        return jax.tree.unflatten(treedef, meet(arrays))
+
+    def _of_floats(self, kind: Any, shown: str, incoming: list) -> list:
+        """All-reduce the gradients of floating arrays; integers have none."""
+        floats = [i for i, x in enumerate(incoming) if x.dtype != jax.dtypes.float0]
+        answers = self._ask(kind, shown, [incoming[i] for i in floats])
+        gradients: list[Any] = [None] * len(incoming)
+        for i, answer in zip(floats, answers, strict=True):
+            gradients[i] = answer
+        return gradients
 
     def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict) -> Any:
         """Call ``merge_fn`` once for all replicas, when all have come."""
+        if trace_token() != self._token:
+            raise NestedTraceError(
+                "merge_call was called inside a JAX transformation (jax.grad, jax.jit, lax.cond, "
+                "lax.scan ...), where the replicas cannot meet. Call it in the replica function "
+                "itself."
+            )
         name = getattr(merge_fn, "__qualname__", repr(merge_fn))
         return self._ask("merge_call", f"merge_call({name})", (merge_fn, tuple(args), kwargs))
 
@@ -258,12 +320,25 @@ class ReplicaThread:
         leaves, treedef = jax.tree.flatten(value)
         shown = f"the combination ({aggregation}) of gradients or statistics"
         return jax.tree.unflatten(
-            treedef, self._ask(("all_reduce", op, len(leaves)), shown, leaves)
+            treedef, self._ask(("all_reduce", op, "combine", treedef), shown, leaves)
         )
 
     def global_examples(self, local: int) -> int:
         """Return the examples of all replicas, of which this one has ``local``."""
         return local * self._size if self._weights is None else self._weights.total
+
+
+def _mean_of_one(op: ReduceOp, array: jax.Array) -> jax.Array:
+    """Return ``array``, in a floating dtype for a mean as with many replicas."""
+    return array / 1 if op is ReduceOp.MEAN else array
+
+
+def _cut(total: Any, start: int, mine: jax.Array, axis: int) -> Any:
+    """Return this replica's part of the gradient of a concatenation."""
+    if total is None:
+        return None
+    axis = axis % mine.ndim
+    return jax.lax.slice_in_dim(total, start, start + mine.shape[axis], axis=axis)
 
 
 def update_everywhere(values: StepValues, update: Update) -> None:

@@ -7,6 +7,7 @@ the replicas, the same on every replica, or a Python object that is part of the 
 from __future__ import annotations
 
 import enum
+import functools
 import weakref
 from typing import Any
 
@@ -78,7 +79,8 @@ def leaf_key(leaf: Any) -> tuple[Kind, Any]:
                 f"strategy.run got an array of dtype {leaf.dtype}, which no device can hold: "
                 "convert it to numbers, or pass single strings, which are constants of the program."
             )
-        return Kind.EVERYWHERE, (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False))
+        dtype = held_dtype(leaf.dtype)
+        return Kind.EVERYWHERE, (leaf.shape, dtype, getattr(leaf, "weak_type", False))
     if isinstance(leaf, _BY_VALUE):
         return Kind.OBJECT, leaf
     if isinstance(leaf, int | float | complex):
@@ -116,6 +118,12 @@ def _components_signature(leaf: PerReplica) -> tuple[Any, ...]:
     return (Layout.COMPONENTS, tuple(forms))
 
 
+@functools.cache
+def held_dtype(dtype: Any) -> Any:
+    """Return the dtype in which JAX holds an array of ``dtype``: float32 of float64, for one."""
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+
+
 def traced_form(leaf: Any, key: Any) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of a leaf as the function sees it in a replica.
 
@@ -131,5 +139,4 @@ def traced_form(leaf: Any, key: Any) -> jax.ShapeDtypeStruct:
     if isinstance(key, type):
         return jax.ShapeDtypeStruct((), jnp.result_type(key), weak_type=True)
     shape, dtype, weak_type = key
-    dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)

@@ -1,12 +1,15 @@
 """The threads engine: a Python thread for each replica, on its own device, run eagerly.
 
 For debugging: replica ids are numbers, `print` and debuggers work, Python may branch on values, and
-  shapes
-may differ. The replicas meet at the collectives; the values are those of the compiled engine.
+shapes may differ. The replicas meet at the collectives; the values are those of the compiled engine.
+
+A replica computes on the device of its arguments and variables. What it makes from nothing, such as
+``jnp.zeros(3)``, lies on JAX's default device until it meets one of them.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from distrib.context import Frame, ReplicaContext, entered
+from distrib.engines.calls import check_components, check_outside_trace, unjitted
+from distrib.engines.interrupts import InterruptsDeferred
 from distrib.engines.nnx_objects import (
     NnxState,
     changed,
@@ -28,15 +33,15 @@ from distrib.engines.replica_thread import (
     ReplicaThread,
     StepValues,
     assign_aggregated,
+    form,
     reduced,
     update_everywhere,
 )
 from distrib.engines.signature import is_leaf
 from distrib.engines.turns import Request, Turn, take_turns
 from distrib.engines.weights import ExampleWeights
-from distrib.errors import AggregationError, VariableError
-from distrib.platform import Device, device_string
-from distrib.reduce_op import ReduceOp
+from distrib.errors import AggregationError, OutputError, VariableError
+from distrib.platform import Device, device_string, thread_settings, with_settings
 from distrib.values import DistributedValues, PerReplica
 from distrib.variables import HoldsVariables, Variable
 
@@ -57,10 +62,14 @@ class ThreadsEngine:
         """Call ``fn`` once for each replica, each in its own thread.
 
         Raises:
+          NestedTraceError: inside of a JAX transformation.
           MeetingError: if the replicas do not make the same collective calls.
           ReplicaDeadlineError: if one of them gets stuck.
         """
+        check_outside_trace()
+        fn = unjitted(fn)
         leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_leaf)
+        check_components(leaves, len(self._devices))
         values = StepValues(self._strategy, self._devices)
         weights = _weights(leaves, len(self._devices))
         objects = [leaf for leaf in leaves if is_nnx_object(leaf)]
@@ -71,10 +80,11 @@ class ThreadsEngine:
         ]
         outcomes = take_turns(bodies, lambda requests: self._meet(values, requests))
         changes = _agreed(state, [change for _, change in outcomes]) if state else {}
-        result = _merged([result for result, _ in outcomes])
-        values.put_back()
-        if state:
-            write_back(state, changes)
+        result = _merged([values.outside(result, i) for i, (result, _) in enumerate(outcomes)])
+        with InterruptsDeferred():
+            values.put_back()
+            if state:
+                write_back(state, changes)
         return result
 
     def _body(
@@ -88,17 +98,19 @@ class ThreadsEngine:
         state: NnxState | None,
     ) -> Callable[[Turn], Any]:
         device = self._devices[replica]
+        settings = thread_settings()
 
         def body(turn: Turn) -> Any:
             program = ReplicaThread(values, turn, weights)
             context = ReplicaContext(
                 self._strategy, np.int32(replica), program, (device_string(device),)
             )
-            with jax.default_device(device), entered(Frame(self._strategy, context, program)):
+            with with_settings(settings), entered(Frame(self._strategy, context, program)):
                 arrays = [values.here(a, replica) for a in state.arrays] if state else []
                 copies = iter(put_together(state, arrays, replica) if state else ())
                 seen = [
-                    next(copies) if is_nnx_object(x) else _part(x, replica, values) for x in leaves
+                    next(copies) if is_nnx_object(x) else _argument(x, replica, values)
+                    for x in leaves
                 ]
                 args, kwargs = jax.tree.unflatten(treedef, seen)
                 result = fn(*args, **kwargs)
@@ -120,17 +132,17 @@ class ThreadsEngine:
         size = len(self._devices)
         if what == "merge_call":
             return self._merge(values, payloads)
-        if what == "lengths":
-            return [payloads] * size
+        device = self._devices[0]
         if what == "all_reduce":
-            device = self._devices[0]
-            sums = [
-                reduced_checked(kind[1], parts, device) for parts in zip(*payloads, strict=True)
-            ]
+            sums = [reduced(kind[1], parts, device) for parts in zip(*payloads, strict=True)]
             return [[values.here(s, i) for s in sums] for i in range(size)]
         if what == "all_gather":
-            whole = _concatenated(payloads, kind[1], self._devices[0])
-            return [values.here(whole, i) for i in range(size)]
+            axis = kind[1]
+            wholes = [_concatenated(parts, axis, device) for parts in zip(*payloads, strict=True)]
+            return [
+                ([values.here(w, i) for w in wholes], _starts(payloads, axis, i))
+                for i in range(size)
+            ]
         if what == "update":
             update_everywhere(values, payloads[0])
         else:
@@ -139,7 +151,9 @@ class ThreadsEngine:
 
     def _merge(self, values: StepValues, payloads: Sequence[Any]) -> Sequence[Any]:
         merge_fn = payloads[0][0]
-        args, kwargs = _merged([(args, kwargs) for _, args, kwargs in payloads])
+        args, kwargs = _merged(
+            [values.outside((args, kwargs), i) for i, (_, args, kwargs) in enumerate(payloads)]
+        )
         with entered(Frame(self._strategy, None, ReplicaThread(values, None, None))):
             result = merge_fn(self._strategy, *args, **kwargs)
         return [
@@ -149,26 +163,49 @@ class ThreadsEngine:
 
 
 def _whole(leaf: Any) -> bool:
-    return isinstance(leaf, DistributedValues | Variable | HoldsVariables)
+    return leaf is None or isinstance(leaf, DistributedValues | Variable | HoldsVariables)
 
 
 def _part(leaf: Any, replica: int, values: StepValues) -> Any:
+    """Return what a replica gets of a value of cross-replica context."""
     if isinstance(leaf, DistributedValues):
-        leaf = leaf.values[min(replica, len(leaf.values) - 1)]
+        leaf = leaf.values[replica]
     return values.here(leaf, replica) if isinstance(leaf, jax.Array) else leaf
 
 
+def _argument(leaf: Any, replica: int, values: StepValues) -> Any:
+    """Return what a replica gets of an argument: numbers come as arrays, as in a compiled step."""
+    if isinstance(leaf, DistributedValues):
+        leaf = leaf.values[replica]
+    elif isinstance(leaf, bool | enum.Enum):
+        return leaf
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
+        return values.here(jnp.asarray(leaf), replica)
+    return leaf
+
+
 def _merged(trees: Sequence[Any]) -> Any:
-    """Return one tree of what the replicas returned, or brought to a merge function."""
+    """Return one tree of what the replicas returned, or brought to a merge function.
+
+    Raises:
+      OutputError: if the trees have different structures.
+    """
     if len(trees) == 1:
         return trees[0]
+    structures = [jax.tree.structure(tree, is_leaf=_whole) for tree in trees]
+    for replica, structure in enumerate(structures):
+        if structure != structures[0]:
+            raise OutputError(
+                f"Replica 0 returns {structures[0]}, and replica {replica} returns {structure}: the "
+                "replicas must return values of one structure."
+            )
 
     def merge(*leaves: Any) -> Any:
         first = leaves[0]
         number_or_text = isinstance(first, int | float | complex | str | bytes)
         if all(leaf is first for leaf in leaves) and not isinstance(first, jax.Array):
             return first
-        if number_or_text and not hasattr(first, "dtype") and all(leaf == first for leaf in leaves):
+        if number_or_text and all(leaf == first for leaf in leaves):
             return first
         return PerReplica(leaves)
 
@@ -186,30 +223,26 @@ def _weights(leaves: Sequence[Any], size: int) -> list[ExampleWeights | None]:
     return [None] * size
 
 
-def reduced_checked(op: ReduceOp, parts: Sequence[Any], device: Device) -> Any:
-    """Add the parts of the replicas.
-
-    Raises:
-      AggregationError: for booleans, and if shapes differ.
-    """
-    if jnp.asarray(parts[0]).dtype == jnp.bool_:
-        raise AggregationError(
-            f"all_reduce({op.name}) cannot add values of dtype bool: convert them to a number "
-            "first."
-        )
-    return reduced(op, parts, device)
-
-
 def _concatenated(parts: Sequence[Any], axis: int, device: Device) -> jax.Array:
     arrays = [jax.device_put(part, device) for part in parts]
-    shapes = [array.shape for array in arrays]
-    others = {shape[:axis] + (None,) + shape[axis + 1 :] for shape in shapes}
-    if len(others) > 1:
+    dtypes = {array.dtype for array in arrays}
+    others = {
+        shape[: axis % len(shape)] + (None,) + shape[axis % len(shape) + 1 :]
+        for shape in (array.shape for array in arrays)
+    }
+    if len(others) > 1 or len(dtypes) > 1:
         raise AggregationError(
-            f"all_gather along axis {axis} got arrays of shapes {shapes}, which may differ along "
-            "that axis only."
+            f"all_gather along axis {axis} got {', '.join(map(form, arrays))}, which may differ "
+            "along that axis only."
         )
     return jnp.concatenate(arrays, axis)
+
+
+def _starts(payloads: Sequence[Sequence[Any]], axis: int, replica: int) -> list[int]:
+    """Return where the part of a replica begins in each concatenation."""
+    return [
+        sum(part.shape[axis] for part in parts[:replica]) for parts in zip(*payloads, strict=True)
+    ]
 
 
 def _agreed(state: NnxState, changes: Sequence[dict[int, Any]]) -> dict[int, Any]:
@@ -218,23 +251,20 @@ def _agreed(state: NnxState, changes: Sequence[dict[int, Any]]) -> dict[int, Any
     Raises:
       VariableError: naming a variable that is not.
     """
-    for position, new in changes[0].items():
-        for other in changes[1:]:
-            same = position in other and np.array_equal(
-                np.asarray(jax.random.key_data(new) if _is_key(new) else new),
-                np.asarray(
-                    jax.random.key_data(other[position]) if _is_key(new) else other[position]
-                ),
+    for position in sorted({position for change in changes for position in change}):
+        copies = [_bits(change.get(position)) for change in changes]
+        if any(copy != copies[0] for copy in copies):
+            raise VariableError(
+                f"The step changes {state.paths[position]!r} of an NNX object to a value that "
+                "differs by replica, so that the copies would no longer agree. Combine the "
+                "gradients before the optimizer sees them: grads = "
+                "distrib.get_replica_context().all_reduce('MEAN', grads)."
             )
-            if not same:
-                raise VariableError(
-                    f"The step changes {state.paths[position]!r} of an NNX object to a value that "
-                    "differs by replica, so that the copies would no longer agree. Combine the "
-                    "gradients before the optimizer sees them: grads = "
-                    "distrib.get_replica_context().all_reduce('MEAN', grads)."
-                )
     return changes[0]
 
 
-def _is_key(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+def _bits(value: Any) -> bytes | None:
+    if value is None:
+        return None
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(value) if is_key else value).tobytes()

@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from distrib.errors import InputError
 from distrib.input.splitting import batch_size_of, split_batch
 from distrib.platform import leaves_with_paths
+from distrib.platform.jax_compat import put_pieces
 from distrib.platform.mesh import replicated, split
 from distrib.values import PerReplica, regroup
 
@@ -30,6 +31,8 @@ class BatchPlacer:
         self._mesh = mesh
         self._to_device = to_device
         self.num_replicas: int = 1 if mesh is None else mesh.devices.size
+        self._devices = [] if mesh is None else list(mesh.devices.flat)
+        self._all_local = mesh is not None and len(mesh.local_devices) == self.num_replicas
 
     def split(self, batch: Any) -> Any:
         """Cut a global batch over the replicas.
@@ -65,15 +68,27 @@ class BatchPlacer:
     def _whole(self, batch: Any) -> Any:
         if self._mesh is None:
             return batch
-        placed = jax.device_put(batch, split(self._mesh))
-        return jax.tree.map(PerReplica.concatenated, placed)
+        sharding = split(self._mesh)
+
+        def rows(leaf: Any) -> PerReplica:
+            size = len(leaf) // self.num_replicas
+            cuts = [slice(i * size, (i + 1) * size) for i in range(self.num_replicas)]
+            return PerReplica.concatenated(self._put(leaf, sharding, cuts))
+
+        return jax.tree.map(rows, batch)
 
     def _alone(self, batch: Any) -> Any:
         if not self._to_device:
             return batch
         if self._mesh is None:
             return jax.tree.map(jnp.asarray, batch)
-        return jax.device_put(batch, replicated(self._mesh))
+        sharding = replicated(self._mesh)
+        return jax.tree.map(lambda leaf: self._put(leaf, sharding, [...]), batch)
+
+    def _put(self, leaf: Any, sharding: Sharding, cuts: Sequence[Any]) -> jax.Array:
+        if self._all_local and type(leaf) is np.ndarray:
+            return put_pieces(leaf, sharding, [leaf[cut] for cut in cuts], self._devices)
+        return jax.device_put(leaf, sharding)
 
     def _check(self, batch: Any) -> None:
         for path, leaf in leaves_with_paths(batch):

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+import distrib.config
+
 # The first example of a property compiles and the machine may be shared: time proves nothing.
 hypothesis.settings.register_profile("distrib", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("distrib")
@@ -31,6 +33,14 @@ def mnist_dir() -> pathlib.Path:
     if not folder.is_dir():
         pytest.skip("the real MNIST is not beside this checkout")
     return folder
+
+
+@pytest.fixture
+def eagerly() -> Iterator[None]:
+    """Run the replicas of a test in threads."""
+    distrib.config.run_functions_eagerly(True)
+    yield
+    distrib.config.run_functions_eagerly(False)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 # signal.signal turns what it is given and returns into enums, which costs 3 us a call. This is the
 # function under it.
-import _signal
+import _signal  # pyright: ignore[reportMissingImports]
 import signal
 import threading
 from types import FrameType, TracebackType

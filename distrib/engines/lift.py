@@ -228,7 +228,7 @@ def _traced_value_error(error: Exception) -> TracedValueError:
 
 def _escaped_value_error() -> TracedValueError:
     return TracedValueError(
-        "The step used a traced value that had escaped from an earlier step: something was stored in "
+        "The step used a traced value that escaped from an earlier one: something was stored in "
         "a list, an attribute or a global while a step was traced. Return the value from the step, "
         "or assign it to a distrib.Variable."
     )

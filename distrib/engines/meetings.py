@@ -225,3 +225,34 @@ def _variables(equation: Any) -> list[Any]:
 
 def _output_variables(stretches: Stretches) -> list[Any]:
     return [a for a in stretches.outputs if not is_literal(a)]
+
+
+def check_same_meetings(cuts: Sequence[Stretches], shapes: Sequence[str]) -> None:
+    """Check that programs that were traced for different shapes meet at the same collectives.
+
+    Args:
+      cuts: the programs.
+      shapes: what each was traced for, for messages.
+
+    Raises:
+      UnevenReplicasError: naming the shapes and the collectives.
+    """
+    first = cuts[0]
+    for other, shown in zip(cuts[1:], shapes[1:], strict=True):
+        who = f"Replicas with arguments of shapes {shapes[0]} and {shown} meet at"
+        for mine, theirs in zip(first.meetings, other.meetings, strict=False):
+            if _described(mine) != _described(theirs):
+                raise UnevenReplicasError(
+                    f"{who} different collectives: {_described(mine)} and {_described(theirs)}. "
+                    "A collective needs equal shapes on all replicas: reduce over the batch first."
+                )
+        if len(first.meetings) != len(other.meetings):
+            raise UnevenReplicasError(
+                f"{who} {len(first.meetings)} and {len(other.meetings)} collectives: one would "
+                "wait for ever."
+            )
+
+
+def _described(meeting: Any) -> str:
+    forms = ", ".join(f"{a.aval.dtype}{list(a.aval.shape)}" for a in meeting.invars)
+    return f"{meeting.primitive.name}({forms})"

@@ -153,7 +153,8 @@ class ReplicaThread:
     def _ask(self, kind: Any, shown: str, payload: Any) -> Any:
         if self._turn is None or current_frame().replica is None:
             raise ContextError(
-                f"{shown} was called in a merge function, where there is no replica."
+                f"{shown} was called inside a merge function, where there is no replica. Use the "
+                "strategy that the merge function was given."
             )
         for leaf in jax.tree.leaves(payload):
             if isinstance(leaf, Tracer):

@@ -40,7 +40,7 @@ from distrib.engines.replica_thread import (
 from distrib.engines.signature import is_leaf
 from distrib.engines.turns import Request, Turn, take_turns
 from distrib.engines.weights import ExampleWeights
-from distrib.errors import AggregationError, OutputError, VariableError
+from distrib.errors import AggregationError, ContextError, OutputError, VariableError
 from distrib.platform import Device, device_string, thread_settings, with_settings
 from distrib.values import DistributedValues, PerReplica
 from distrib.variables import HoldsVariables, Variable
@@ -113,7 +113,7 @@ class ThreadsEngine:
                     for x in leaves
                 ]
                 args, kwargs = jax.tree.unflatten(treedef, seen)
-                result = fn(*args, **kwargs)
+                result = _called(fn, args, kwargs)
                 if state is None:
                     return result, {}
                 copies = [x for x in seen if is_nnx_object(x)]
@@ -160,6 +160,19 @@ class ThreadsEngine:
             jax.tree.map(lambda leaf: _part(leaf, i, values), result, is_leaf=_whole)  # noqa: B023
             for i in range(len(self._devices))
         ]
+
+
+def _called(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    try:
+        return fn(*args, **kwargs)
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise ContextError(
+            f"{error}: replicas that run eagerly are no mesh axis, so the collectives of jax.lax, "
+            "and layers with an axis_name, cannot meet. Use get_replica_context().all_reduce, or "
+            "run compiled: distrib.config.run_functions_eagerly(False)."
+        ) from error
 
 
 def _whole(leaf: Any) -> bool:

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distrib.engines.lift import Lifted
+from distrib.engines.groups import Forms, Group, Lift
 from distrib.engines.meetings import (
-    Stretches,
     acts,
+    check_same_meetings,
     cut,
     divisions,
     is_literal,
@@ -28,7 +28,6 @@ from distrib.engines.meetings import (
 from distrib.engines.signature import Kind
 from distrib.engines.spmd import Leaf, entered_form
 from distrib.engines.varying import mentions
-from distrib.errors import UnevenReplicasError
 from distrib.platform.jax_compat import bind_equation
 from distrib.platform.mesh import REPLICA_AXIS
 from distrib.values import PerReplica
@@ -36,73 +35,46 @@ from distrib.values import PerReplica
 _MORE_REPLICAS = 97
 """No real number of replicas plus this is a divisor that a step would have by chance as well."""
 
-Forms = tuple[jax.ShapeDtypeStruct, ...]
-"""Shape and dtype of each array argument as one replica sees it."""
-
 
 class Together:
     """The programs of several groups of replicas as one program.
 
     Args:
-      steps: the step as traced for the shapes of each group.
-      forms: those shapes.
+      groups: the groups, that of the most examples first.
       group_of: the group of each replica.
-      examples: how many examples a replica of each group has.
       leaves: how the arguments enter.
-      probe: traces the step of a group for another number of replicas, to find what depends on it.
+      lift: traces the step.
       on_cpu: whether the replicas run on CPU devices.
     """
 
     def __init__(
         self,
-        steps: Sequence[Lifted],
-        forms: Sequence[Forms],
+        groups: Sequence[Group],
         group_of: Sequence[int],
-        examples: Sequence[int],
         leaves: Sequence[Leaf],
-        probe: Callable[[int, int], Lifted],
+        lift: Lift,
+        *,
         on_cpu: bool,
     ):
         self._size = len(group_of)
         self._on_cpu = on_cpu
-        self._steps = steps
-        self._forms = forms
+        self._groups = groups
+        self._steps = [group.step for group in groups]
         self._group_of = group_of
-        self._examples = examples
-        self._share = [self._size * k / sum(examples[g] for g in group_of) for k in examples]
+        total = groups[0].weights.total
+        self._share = [self._size * group.examples / total for group in groups]
         self._leaves = leaves
-        self._cuts = [cut(step.jaxpr, self._size) for step in steps]
-        self._check_meetings()
-        count = steps[0].num_outputs
-        avals = [c.jaxpr.out_avals[:count] for c in self._cuts]
-        self._uniform = [
-            all(a[i].shape == avals[0][i].shape and a[i].dtype == avals[0][i].dtype for a in avals)
-            for i in range(count)
+        self._cuts = [cut(step.jaxpr, self._size) for step in self._steps]
+        check_same_meetings(self._cuts, [_shown(group.forms) for group in groups])
+        shapes = [
+            {group.output_shape(i) for group in groups} for i in range(self._steps[0].num_outputs)
         ]
-        self._means = [self._find_means(g, probe) for g in range(len(steps))]
+        self._uniform = [len(different) == 1 for different in shapes]
+        self._means = [self._find_means(g, lift) for g in range(len(groups))]
         self._all_common = self._find_common()
-        self._wanted = [self._find_wanted(g) for g in range(len(steps))]
+        self._wanted = [self._find_wanted(g) for g in range(len(groups))]
 
-    def _check_meetings(self) -> None:
-        first = self._cuts[0]
-        for other, forms in zip(self._cuts[1:], self._forms[1:], strict=True):
-            pairs = zip(first.meetings, other.meetings, strict=False)
-            for mine, theirs in pairs:
-                if _meeting(mine) != _meeting(theirs):
-                    raise UnevenReplicasError(
-                        f"Replicas with arguments of shapes {_shown(self._forms[0])} and "
-                        f"{_shown(forms)} meet at different collectives: {_meeting(mine)} and "
-                        f"{_meeting(theirs)}. A collective needs equal shapes on all replicas: "
-                        "reduce over the batch before it."
-                    )
-            if len(first.meetings) != len(other.meetings):
-                raise UnevenReplicasError(
-                    f"Replicas with arguments of shapes {_shown(self._forms[0])} and "
-                    f"{_shown(forms)} meet at {len(first.meetings)} and {len(other.meetings)} "
-                    "collectives: one would wait for ever."
-                )
-
-    def _find_means(self, g: int, probe: Callable[[int, int], Lifted]) -> set[tuple[int, int]]:
+    def _find_means(self, g: int, lift: Lift) -> set[tuple[int, int]]:
         """Return the sums that are means over the replicas, in which each example is to count once.
 
         With unequal batches a replica counts in such a mean as often as it has examples, so that
@@ -114,7 +86,8 @@ class Together:
         if not means(self._cuts[g], places):
             return set()
         more = self._size + _MORE_REPLICAS
-        probed: Stretches = cut(probe(g, more).jaxpr, more)
+        group = self._groups[g]
+        probed = cut(lift(group.forms, group.weights, more).jaxpr, more)
         followed = set(divisions(probed, more))
         return means(self._cuts[g], [place for place in places if place in followed])
 
@@ -131,7 +104,7 @@ class Together:
 
     def _inputs(self, g: int, values: dict[int, Any], arrays: list, nnx: list) -> dict[Any, Any]:
         inputs = []
-        for array, leaf, form in zip(arrays, self._leaves, self._forms[g], strict=True):
+        for array, leaf, form in zip(arrays, self._leaves, self._groups[g].forms, strict=True):
             if leaf.kind is Kind.UNEVEN:
                 inputs.append(array[0][tuple(slice(0, d) for d in form.shape)])
             else:
@@ -279,14 +252,17 @@ class Together:
         )
 
     def _counted(self, g: int, index: int, operand: int, value: Any) -> Any:
-        """Return what a replica of group ``g`` adds to a sum over the replicas."""
+        """Return what a replica of group ``g`` brings to a meeting."""
+        kind = self._cuts[g].meetings[index].primitive.name
+        if not self._groups[g].takes_part:
+            return _nothing_for(kind, value)
         if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
             return value
         if (index, operand) in self._means[g]:
-            if self._examples[g] == 0:
+            if self._groups[g].examples == 0:
                 return jnp.zeros_like(value)
             return value * jnp.asarray(self._share[g], jnp.result_type(value))
-        if self._examples[g] == 0 and "psum" in self._cuts[g].meetings[index].primitive.name:
+        if self._groups[g].examples == 0 and "psum" in kind:
             return jnp.where(jnp.isnan(value), 0, value)
         return value
 
@@ -306,6 +282,8 @@ class Together:
         kept = [[cuts.outputs[i] for i in ragged] for cuts in self._cuts]
 
         def returns(g: int, values: dict[Any, Any]) -> list[Any]:
+            if not self._groups[g].takes_part:
+                return [self._left_alone(g, i, values) for i in own]
             outputs = self._cuts[g].outputs
             return [jnp.asarray(look_up(values, outputs[i]), first[i].aval.dtype) for i in own]
 
@@ -326,23 +304,65 @@ class Together:
         split_at = len(rest) - len(step.writes)
         return outputs, rest[:split_at], rest[split_at:]
 
+    def _left_alone(self, g: int, i: int, values: dict[Any, Any]) -> Any:
+        """Return result ``i`` of a replica that takes no part.
+
+        A variable or NNX array is what it was. An output that is the same on all replicas is that;
+        another, which is a number made from no examples, is NaN, or 0 for integers.
+        """
+        step, cuts = self._steps[g], self._cuts[g]
+        form = cuts.outputs[i].aval
+        nnx_start = len(self._groups[g].forms)
+        first_write = len(cuts.outputs) - len(step.writes)
+        if i >= first_write:
+            written = id(step.writes[i - first_write])
+            position = [id(v) for v in step.variables].index(written)
+            return values[cuts.inputs[nnx_start + step.num_nnx + position]]
+        if i >= step.num_outputs:
+            return values[cuts.inputs[nnx_start + step.nnx_changes[i - step.num_outputs]]]
+        if self._is_common_output(self._cuts[0].outputs[i]):
+            return jnp.asarray(look_up(values, cuts.outputs[i]), form.dtype)
+        nothing = jnp.nan if jnp.issubdtype(form.dtype, jnp.inexact) else 0
+        return jnp.full(form.shape, nothing, form.dtype)
+
     def finish(self) -> Callable[[list], Any]:
         """Return the function that turns the outputs of the step into what ``run`` returns."""
         output, uniform = self._steps[0].output, self._uniform
-        group_of, groups = list(self._group_of), len(self._steps)
+        group_of = list(self._group_of)
+        count = len(uniform)
+        shapes = [[group.output_shape(i) for i in range(count)] for group in self._groups]
 
         def finish(outputs: list) -> Any:
             remaining = iter(outputs)
             values = []
-            for alike in uniform:
+            for index, alike in enumerate(uniform):
                 if alike:
                     values.append(PerReplica.stacked(next(remaining)))
                     continue
-                parts = [PerReplica.stacked(next(remaining)).values for _ in range(groups)]
+                parts = [
+                    [_cut_down(part, shape[index]) for part in PerReplica.stacked(rows).values]
+                    for shape, rows in zip(shapes, remaining, strict=False)
+                ]
                 values.append(PerReplica([parts[g][i] for i, g in enumerate(group_of)]))
             return output(values)
 
         return finish
+
+
+def _cut_down(part: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    if part.shape == shape:
+        return part
+    return part[tuple(slice(0, length) for length in shape)]
+
+
+def _nothing_for(collective: str, value: Any) -> Any:
+    """Return what leaves the result of a collective as the other replicas make it."""
+    value = jnp.asarray(value)
+    if collective not in ("pmax", "pmin"):
+        return jnp.zeros_like(value)
+    inexact = jnp.issubdtype(value.dtype, jnp.inexact)
+    limits = jnp.finfo(value.dtype) if inexact else jnp.iinfo(value.dtype)
+    return jnp.full_like(value, limits.min if collective == "pmax" else limits.max)
 
 
 def _run(equation: Any, environment: dict[Any, Any]) -> None:
@@ -364,11 +384,6 @@ def _contains_axis_index(value: Any) -> bool:
         e.primitive.name == "axis_index" or any(map(_contains_axis_index, e.params.values()))
         for e in inner.eqns
     )
-
-
-def _meeting(equation: Any) -> str:
-    forms = ", ".join(f"{a.aval.dtype}{list(a.aval.shape)}" for a in equation.invars)
-    return f"{equation.primitive.name}({forms})"
 
 
 def _shown(forms: Forms) -> str:

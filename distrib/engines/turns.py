@@ -103,7 +103,7 @@ class Turn:
         while not self._back.acquire(timeout=_SLICE_SECONDS):
             if time.monotonic() > end:
                 raise ReplicaDeadlineError(
-                    f"Replica {self.index} has run for {seconds:.0f} s without returning or "
+                    f"Replica {self.index} has run for {seconds:g} s without returning or "
                     "reaching a collective, while the others wait for it. It is stuck in its own "
                     "code: look at what it waits for."
                 )

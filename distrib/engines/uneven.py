@@ -6,22 +6,21 @@ programs of the groups are brought together at their collectives (:mod:`distrib.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from distrib.engines.groups import Forms, Lift, trace_group
 from distrib.engines.lift import Lifted
 from distrib.engines.placement import UpdatePlacement
 from distrib.engines.signature import Kind, traced_form
 from distrib.engines.spmd import Leaf, Step
-from distrib.engines.together import Forms, Together
+from distrib.engines.together import Together
 from distrib.engines.weights import ExampleWeights
 from distrib.errors import UnevenReplicasError
 from distrib.values import PerReplica
-
-Lift = Callable[..., Lifted]
 
 
 def make_step(
@@ -34,8 +33,7 @@ def make_step(
     """Make the step of a call whose replicas see different shapes.
 
     Args:
-      lifted: traces the step for the shapes and weights of a replica, and the number of replicas
-        that collectives see, by default the real one.
+      lifted: traces the step.
       leaves: the array leaves of the call.
       keys: kind and key of each.
       mesh: where the step runs.
@@ -49,44 +47,23 @@ def make_step(
     """
     size = mesh.devices.size
     forms_of = [_forms(leaves, keys, i) for i in range(size)]
-    groups = list(dict.fromkeys(_shapes(forms) for forms in forms_of))
-    group_of = [groups.index(_shapes(forms)) for forms in forms_of]
     examples = _examples(keys, size)
-    members = [group_of.index(g) for g in range(len(groups))]
-    steps = [lifted(forms_of[i], ExampleWeights(examples[i], sum(examples), size)) for i in members]
+    # The largest first: what is computed once for all is taken from its program.
+    order = sorted(range(size), key=lambda i: -examples[i])
+    shapes = list(dict.fromkeys(_shapes(forms_of[i]) for i in order))
+    group_of = [shapes.index(_shapes(forms)) for forms in forms_of]
+    members = [group_of.index(g) for g in range(len(shapes))]
+    groups = [
+        trace_group(lifted, forms_of[i], ExampleWeights(examples[i], sum(examples), size))
+        for i in members
+    ]
+    steps = [group.step for group in groups]
     _check_alike(steps)
     entering = [_leaf(leaf, key, mesh) for leaf, key in zip(leaves, keys, strict=True)]
-
-    def probe(group: int, num_replicas: int) -> Lifted:
-        i = members[group]
-        weights = ExampleWeights(examples[i], sum(examples), size)
-        return lifted(forms_of[i], weights, num_replicas)
-
-    together = Together(
-        steps,
-        [forms_of[i] for i in members],
-        group_of,
-        [examples[i] for i in members],
-        entering,
-        probe,
-        on_cpu=mesh.devices.flat[0].platform == "cpu",
-    )
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    together = Together(groups, group_of, entering, lifted, on_cpu=on_cpu)
     step = Step(steps[0], entering, mesh, placement, together.body, together.finish())
     return step, (*steps[0].reads, *steps[0].writes)
-
-
-def _lifted(lifted: Lift, forms: Forms, weights: ExampleWeights) -> Lifted:
-    try:
-        return lifted(forms, weights)
-    except Exception as error:
-        if weights.mine == 0:
-            error.add_note(
-                "This was the trace for a replica without examples: the batch of "
-                f"{weights.total} does not suffice for {weights.num_replicas} replicas, and the "
-                "step must work for a first axis of 0 (jax.lax.collapse(x, 1) instead of "
-                "x.reshape(len(x), -1), for one). Or pass drop_remainder=True."
-            )
-        raise
 
 
 def _forms(leaves: Sequence[Any], keys: Sequence[tuple[Kind, Any]], replica: int) -> Forms:

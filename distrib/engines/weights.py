@@ -17,11 +17,13 @@ class ExampleWeights:
       mine: the examples of this replica.
       total: the examples of all replicas.
       num_replicas: how many replicas there are.
+      takes_part: whether this replica adds anything at all.
     """
 
     mine: int
     total: int
     num_replicas: int
+    takes_part: bool = True
 
     @property
     def share(self) -> float:
@@ -34,7 +36,7 @@ class ExampleWeights:
         A replica without examples adds zero to a mean, whatever the mean over its nothing came to.
         To a sum it adds what it has, the share of a regularisation loss for one, less any NaN.
         """
-        if not mean:
+        if not mean and self.takes_part:
             if self.mine:
                 return tree
             return jax.tree.map(lambda x: jnp.where(jnp.isnan(x), 0, x), tree)

@@ -69,8 +69,9 @@ def scope_run_of_other() -> Any:
         "update": per_replica(2.0, 2.0),
         "reduce_to": Raises(RuntimeError, CROSS_ONLY),
         "distribute_dataset": 1,
+        "values_from_function": per_replica(per_replica(1, 1), per_replica(1, 1)),
     },
-    omits={"values_from_function": "threads"},
+    eager_only={"values_from_function": "a compiled step cannot return a value for each replica"},
 )
 def assert_wrong_context() -> Any:
     strategy = mirrored()
@@ -83,6 +84,9 @@ def assert_wrong_context() -> Any:
         strategy.experimental_distribute_dataset(np.arange(4), batch_size=2)
         return 1
 
+    def make() -> Any:
+        return strategy.experimental_distribute_values_from_function(lambda c: 1)
+
     extended = strategy.extended
     return {
         "reduce": in_a_step(lambda: strategy.reduce("SUM", jnp.float32(1), None)),
@@ -90,6 +94,27 @@ def assert_wrong_context() -> Any:
         "update": in_a_step(lambda: extended.update(v, lambda w: w.assign(2.0))),
         "reduce_to": in_a_step(lambda: extended.reduce_to("SUM", jnp.float32(1), v)),
         "distribute_dataset": in_a_step(distribute),
+        "values_from_function": in_a_step(make),
+    }
+
+
+@case(
+    "run-exception-in-replica",
+    {"err": Raises(ValueError, "^boom 1$"), "after": per_replica(2.0, 2.0), "cross_after": False},
+    eagerly="a compiled step cannot raise in one replica",
+)
+def run_exception_in_replica() -> Any:
+    strategy = mirrored()
+
+    def step() -> Any:
+        if context().replica_id_in_sync_group == 1:
+            raise ValueError("boom 1")
+        return jnp.float32(1)
+
+    return {
+        "err": outcome(lambda: strategy.run(step)),
+        "after": strategy.run(lambda: jnp.float32(2)),
+        "cross_after": distrib.in_cross_replica_context(),
     }
 
 
@@ -133,7 +158,7 @@ def merge_call_nested_tf_function() -> Any:
     }
 
 
-@case("merge-call-nested", Raises(RuntimeError, "merge_call was called inside a merge function"))
+@case("merge-call-nested", Raises(RuntimeError, "merge_call.* was called inside a merge function"))
 def merge_call_nested() -> Any:
     def step() -> Any:
         replica = context()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -219,10 +220,11 @@ def all_reduce_gradient() -> Any:
         "var": per_replica(6.0, 6.0),
         "intmean": per_replica(0.5, 0.5),
         "intmean_odd": per_replica(2.5, 2.5),
+        "shapes": Raises(ValueError, r"float32\[2\], float32\[3\] to one all-reduce"),
         "default_sum": 4.0,
         "default_mean": 4.0,
     },
-    omits={"shapes": "threads"},
+    eager_only={"shapes": "a shape that depends on the replica's id"},
 )
 def all_reduce_python() -> Any:
     strategy = mirrored()
@@ -237,14 +239,24 @@ def all_reduce_python() -> Any:
         "var": reduced("SUM", lambda: v),
         "intmean": reduced("MEAN", lambda: context().replica_id_in_sync_group),
         "intmean_odd": reduced("MEAN", lambda: context().replica_id_in_sync_group * 3 + 1),
+        "shapes": reduced("SUM", lambda: jnp.ones([context().replica_id_in_sync_group + 2])),
         "default_sum": context().all_reduce("SUM", jnp.float32(4)),
         "default_mean": context().all_reduce("MEAN", jnp.float32(4)),
     }
 
 
+_ROWS = [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
+_COLUMNS = [[1.0, 2.0, 2.0], [1.0, 2.0, 2.0]]
+
+
 @case(
     "all-gather-shapes",
     {
+        "a0": per_replica(_ROWS, _ROWS),
+        "a1": per_replica(_COLUMNS, _COLUMNS),
+        "neg": per_replica(_COLUMNS, _COLUMNS),
+        "mism": Raises(ValueError, r"float32\[1,1\], float32\[1,2\], which may differ along"),
+        "rank": Raises(ValueError, r"float32\[1\], float32\[1,1\], which may differ along"),
         "scalar": Raises(ValueError, "has no such axis"),
         "nested": {
             "a": per_replica([1.0, 1.0], [1.0, 1.0]),
@@ -253,14 +265,11 @@ def all_reduce_python() -> Any:
         "default": [4.0],
         "string": Raises(TypeError, "dtype <U1 at .*, which no device can hold"),
     },
-    omits={
-        "a0": "uneven",
-        "a1": "uneven",
-        "neg": "uneven",
-        "mism": "uneven",
-        "rank": "uneven",
-        "slices": "IndexedSlices",
-    },
+    differs={"neg": "an axis counted from the end is that axis"},
+    omits={"slices": "IndexedSlices"},
+    eager_only=dict.fromkeys(
+        ("a0", "a1", "neg", "mism", "rank"), "a shape that depends on the replica's id"
+    ),
 )
 def all_gather_shapes() -> Any:
     strategy = mirrored()
@@ -268,7 +277,19 @@ def all_gather_shapes() -> Any:
     def gathered(value: Any) -> Any:
         return outcome(lambda: strategy.run(lambda: context().all_gather(value, 0)))
 
+    def of_replica(shape: Callable[[int], list[int]], axis: int) -> Any:
+        def step() -> Any:
+            i = int(context().replica_id_in_sync_group)
+            return context().all_gather(jnp.ones(shape(i)) * (i + 1.0), axis)
+
+        return outcome(lambda: strategy.run(step))
+
     return {
+        "a0": of_replica(lambda i: [i + 1, 2], 0),
+        "a1": of_replica(lambda i: [2, i + 1], 1),
+        "neg": of_replica(lambda i: [2, i + 1], -1),
+        "mism": of_replica(lambda i: [1, i + 1], 0),
+        "rank": of_replica(lambda i: [1] * (i + 1), 0),
         "scalar": gathered(jnp.float32(1)),
         "nested": gathered({"a": jnp.ones([1]), "b": [jnp.ones([1]) * 2.0]}),
         "default": context().all_gather(jnp.array([4.0]), 0),

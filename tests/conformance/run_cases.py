@@ -53,6 +53,27 @@ def run_nested_structure() -> Any:
     }
 
 
+@case(
+    "run-order-of-python",
+    {"with_merge": ["a0", "a1", "a2", "m", "b0", "b1", "b2"], "without": [0, 1, 2]},
+    eagerly="a compiled step runs the Python code once, for all replicas",
+)
+def run_order_of_python() -> Any:
+    strategy = mirrored(3)
+    with_merge: list[str] = []
+    without: list[int] = []
+
+    def step() -> None:
+        i = int(context().replica_id_in_sync_group)
+        with_merge.append(f"a{i}")
+        context().merge_call(lambda st: with_merge.append("m"))
+        with_merge.append(f"b{i}")
+
+    strategy.run(step)
+    strategy.run(lambda: without.append(int(context().replica_id_in_sync_group)))
+    return {"with_merge": with_merge, "without": without}
+
+
 @case("run-returns-none", {"r": None})
 def run_returns_none() -> Any:
     return {"r": mirrored().run(lambda: None)}

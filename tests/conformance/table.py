@@ -45,6 +45,21 @@ class Case:
     expected: Any
     differs: Mapping[str, str] = field(default_factory=dict)
     omits: Mapping[str, str] = field(default_factory=dict)
+    eagerly: str = ""
+    eager_only: Mapping[str, str] = field(default_factory=dict)
+
+    def expected_of(self, *, eager: bool) -> Any:
+        """Return what one engine must give: the compiled one not the fields that it cannot."""
+        if eager or not self.eager_only:
+            return self.expected
+        return {k: v for k, v in self.expected.items() if k not in self.eager_only}
+
+    def result_of(self, *, eager: bool) -> Any:
+        """Run the program and return those fields."""
+        result = plain(self.program())
+        if eager or not self.eager_only:
+            return result
+        return {k: v for k, v in result.items() if k not in self.eager_only}
 
 
 CASES: dict[str, Case] = {}
@@ -56,6 +71,8 @@ def case(
     *,
     differs: Mapping[str, str] | None = None,
     omits: Mapping[str, str] | None = None,
+    eagerly: str = "",
+    eager_only: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     """Enter the decorated program into the table.
 
@@ -64,11 +81,20 @@ def case(
       expected: what the program must return, in the form of :func:`plain`, or a :class:`Raises`.
       differs: the fields in which that is not what tf.distribute gave, and why.
       omits: the fields of the measurement that the program does not produce, and why.
+      eagerly: why only the threads engine can run the program; empty if both can.
+      eager_only: the fields of the result that only the threads engine can give, and why.
     """
 
     def enter(program: Callable[[], Any]) -> Callable[[], Any]:
         assert name not in CASES, f"two cases are called {name}"
-        CASES[name] = Case(program, expected, dict(differs or {}), dict(omits or {}))
+        CASES[name] = Case(
+            program,
+            expected,
+            dict(differs or {}),
+            dict(omits or {}),
+            eagerly,
+            dict(eager_only or {}),
+        )
         return program
 
     return enter

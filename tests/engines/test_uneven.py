@@ -212,3 +212,50 @@ def test_a_mean_over_as_many_outputs_as_there_are_replicas_is_no_mean_over_repli
 
     result = strategy.run(step, args=(pieces(strategy, [1, 2, 3, 10, 20]),))
     assert local(strategy, result) == [72, 72]
+
+
+def test_a_flatten_that_cannot_be_traced_for_no_examples_leaves_the_replica_out():
+    """``x.reshape(len(x), -1)``, with 5 examples over 4 and over 8 replicas."""
+    for count in (4, 8):
+        strategy = mirrored(count)
+        values = np.arange(10, dtype=np.float32).reshape(5, 2, 1)
+        with strategy.scope():
+            seen = distrib.metrics.Mean()
+            own = distrib.Variable(
+                7.0, synchronization=distrib.VariableSynchronization.ON_READ, aggregation=MEAN
+            )
+            state = distrib.TrainState.create(
+                apply_fn=None, params={"w": jnp.ones(2)}, tx=__import__("optax").sgd(1.0)
+            )
+
+        def step(x):
+            context = distrib.get_replica_context()
+            flat = x.reshape(x.shape[0], -1)
+            grads = jax.grad(lambda p: (flat @ p["w"]).mean())(state.params)
+            state.apply_gradients(grads=grads)
+            seen.update_state(flat.sum(-1))
+            own.assign(flat.sum())
+            total = context.all_reduce("SUM", flat.sum())
+            largest = jax.lax.pmax(flat.max(), distrib.REPLICA_AXIS)
+            return flat.sum(-1), total, largest, flat.mean()
+
+        (batch,) = strategy.experimental_distribute_dataset([values])
+        sums, total, largest, mean = strategy.run(step, args=(batch,))
+        np.testing.assert_array_equal(strategy.gather(sums, 0), [1, 5, 9, 13, 17])
+        assert local(strategy, total) == [45] * count
+        assert local(strategy, largest) == [9] * count
+        assert np.isnan(local(strategy, mean)[-1])
+        assert float(seen.result()) == 9.0
+        np.testing.assert_allclose(state.params["w"], [1 - 4, 1 - 5])
+        assert float(own.values[-1]) == 7.0
+        strategy.extended.assert_mirrored(state)
+
+
+def test_a_step_that_fails_for_every_shape_fails_with_its_own_error():
+    strategy = mirrored(4)
+    with pytest.raises(ValueError, match="mine"):
+        strategy.run(_fail, args=(pieces(strategy, range(5)),))
+
+
+def _fail(x):
+    raise ValueError("mine")

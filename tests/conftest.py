@@ -1,6 +1,7 @@
 """Fixtures for all tests. The devices and JAX's settings are made in the conftest of the root."""
 
 import gc
+import importlib.util
 import pathlib
 import threading
 import time
@@ -18,6 +19,28 @@ hypothesis.settings.load_profile("distrib")
 _REPO_ROOT = pathlib.Path(__file__).resolve().parent.parent
 _THREAD_GRACE_SECONDS = 3.0
 _CALL_FAILED = pytest.StashKey[bool]()
+_SHARED = _REPO_ROOT.parent / "shared"
+# What a test may need beside the repository and its test extra, and whether it is here.
+_AVAILABLE = {
+    "mnist": lambda: (_SHARED / "data" / "mnist").is_dir(),
+    "measurements": lambda: (_SHARED / "conformance" / "cases.json").is_file(),
+    "torch": lambda: importlib.util.find_spec("torch") is not None,
+    "tensorflow": lambda: importlib.util.find_spec("tensorflow") is not None,
+}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out, and count as deselected, tests marked with ``needs`` for what is not here."""
+    here = {name for name, available in _AVAILABLE.items() if available()}
+    kept, left_out = [], []
+    for item in items:
+        wanted = {name for mark in item.iter_markers("needs") for name in mark.args}
+        if not wanted <= set(_AVAILABLE):
+            raise pytest.UsageError(f"{item.nodeid} needs {sorted(wanted - set(_AVAILABLE))}")
+        (kept if wanted <= here else left_out).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
 
 
 @pytest.fixture(scope="session")
@@ -28,11 +51,8 @@ def repo_root() -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def mnist_dir() -> pathlib.Path:
-    """The folder of the real MNIST, which stands beside the repository; skips where it does not."""
-    folder = _REPO_ROOT.parent / "shared" / "data" / "mnist"
-    if not folder.is_dir():
-        pytest.skip("the real MNIST is not beside this checkout")
-    return folder
+    """The folder of the real MNIST, for tests that are marked as needing it."""
+    return _SHARED / "data" / "mnist"
 
 
 @pytest.fixture

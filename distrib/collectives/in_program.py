@@ -114,14 +114,14 @@ def all_gather(tree: Any, axis: int) -> Any:
 
     Raises:
       TypeError: if a leaf is not an array.
-      ValueError: if a leaf has no such axis.
+      AggregationError: if a leaf has no such axis.
     """
     arrays = check_arrays(tree, "all_gather")
     treedef = jax.tree.structure(tree)
     gathered = []
     for array in arrays:
         if not -array.ndim <= axis < array.ndim:
-            raise ValueError(
+            raise AggregationError(
                 f"all_gather along axis {axis} got an array of shape {array.shape}, which has no "
                 "such axis. Scalars can be gathered as x[None] along axis 0."
             )

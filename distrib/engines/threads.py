@@ -1,7 +1,7 @@
 """The threads engine: a Python thread for each replica, on its own device, run eagerly.
 
 For debugging: replica ids are numbers, `print` and debuggers work, Python may branch on values, and
-shapes may differ. The replicas meet at the collectives; the values are those of the compiled engine.
+shapes may differ. The replicas meet at the collectives; the values are those of compiled steps.
 
 A replica computes on the device of its arguments and variables. What it makes from nothing, such as
 ``jnp.zeros(3)``, lies on JAX's default device until it meets one of them.
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distrib.context import Frame, ReplicaContext, entered
+from distrib.context import Frame, ReplicaContext, current_program, entered
 from distrib.engines.calls import check_components, check_outside_trace, unjitted
 from distrib.engines.interrupts import InterruptsDeferred
 from distrib.engines.nnx_objects import (
@@ -63,10 +63,16 @@ class ThreadsEngine:
 
         Raises:
           NestedTraceError: inside of a JAX transformation.
+          ContextError: inside of a merge function.
           MeetingError: if the replicas do not make the same collective calls.
           ReplicaDeadlineError: if one of them gets stuck.
         """
         check_outside_trace()
+        if current_program() is not None:
+            raise ContextError(
+                "strategy.run was called inside a merge function, whose variables are in the "
+                "middle of a step. Call it after strategy.run has returned."
+            )
         fn = unjitted(fn)
         leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_leaf)
         check_components(leaves, len(self._devices))
@@ -80,6 +86,7 @@ class ThreadsEngine:
         ]
         outcomes = take_turns(bodies, lambda requests: self._meet(values, requests))
         changes = _agreed(state, [change for _, change in outcomes]) if state else {}
+        changes = {position: values.free(new, 0) for position, new in changes.items()}
         result = _merged([values.outside(result, i) for i, (result, _) in enumerate(outcomes)])
         with InterruptsDeferred():
             values.put_back()
@@ -209,8 +216,8 @@ def _merged(trees: Sequence[Any]) -> Any:
     for replica, structure in enumerate(structures):
         if structure != structures[0]:
             raise OutputError(
-                f"Replica 0 returns {structures[0]}, and replica {replica} returns {structure}: the "
-                "replicas must return values of one structure."
+                f"Replica 0 returns {structures[0]}, and replica {replica} returns {structure}: "
+                "the replicas must return values of one structure."
             )
 
     def merge(*leaves: Any) -> Any:

@@ -10,6 +10,7 @@ same.
 from __future__ import annotations
 
 import contextvars
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from distrib.errors import MeetingError, ReplicaDeadlineError
 TURN_SECONDS = 300.0
 """A replica that neither returns nor asks for a meeting for this long is given up."""
 _SLICE_SECONDS = 0.1
+_DEBUGGERS = ("pdb", "bdb", "pydevd", "_pydevd_bundle", "debugpy")
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Turn:
         end = time.monotonic() + seconds
         # In slices, so that Ctrl-C reaches the main thread.
         while not self._back.acquire(timeout=_SLICE_SECONDS):
-            if time.monotonic() > end:
+            if time.monotonic() > end and not _in_debugger(self._thread):
                 raise ReplicaDeadlineError(
                     f"Replica {self.index} has run for {seconds:g} s without returning or "
                     "reaching a collective, while the others wait for it. It is stuck in its own "
@@ -114,6 +116,16 @@ class Turn:
         self._go.release()
         if self._thread.is_alive():
             self._thread.join(timeout=1.0)
+
+
+def _in_debugger(thread: threading.Thread) -> bool:
+    """Tell whether a debugger has stopped the thread: its user may think as long as they like."""
+    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - documented
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def take_turns(

@@ -93,6 +93,10 @@ class ArraySource:
         # an earlier epoch whichever thread draws from it first.
         return self._epoch(next(self._epochs))
 
+    def first(self) -> Any:
+        """Return the first batch of epoch 0; the epochs to come stay what they are."""
+        return next(self._epoch(0))
+
     def _num_batches(self) -> int:
         full, rest = divmod(self._num_examples, self._batch_size)
         return full + (rest > 0 and not self._drop_remainder)

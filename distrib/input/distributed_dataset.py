@@ -70,6 +70,11 @@ class DistributedIterator:
         """Return the next element, or an optional without a value at the end."""
         return OptionalElement(list(itertools.islice(self._prefetcher, 1)))
 
+    @property
+    def ended(self) -> bool:
+        """Whether the pass is over."""
+        return self._prefetcher.ended
+
     def close(self) -> None:
         """End the thread that loads ahead; the iterator is at its end afterwards."""
         self._prefetcher.close()
@@ -81,11 +86,12 @@ class DistributedDataset:
     Made by ``strategy.experimental_distribute_dataset`` and
     ``strategy.distribute_datasets_from_function``. Each ``iter()`` is one pass, one epoch; of a
     source that can be read once, such as a generator, there is one pass, which each ``iter()``
-    continues.
+    continues; once it is over, ``iter()`` raises :class:`distrib.errors.InputError`.
 
     Args:
       make_elements: starts a pass over host elements.
       place: from a host element to per-replica values.
+      first: returns a first host element without starting a pass, or None.
       depth: how many elements to prepare ahead of use.
       description: the source, for messages.
       one_shot: whether there is one pass only.
@@ -96,20 +102,24 @@ class DistributedDataset:
         make_elements: Callable[[], Iterator[Any]],
         place: Callable[[Any], Any],
         *,
+        first: Callable[[], Any],
         depth: int,
         description: str,
         one_shot: bool,
     ):
         self._make_elements = make_elements
         self._place = place
+        self._first = first
         self._depth = depth
         self._description = description
         self._one_shot = one_shot
         self._pass: DistributedIterator | None = None
 
     def __iter__(self) -> DistributedIterator:
-        if self._one_shot and self._pass is not None:
+        if self._one_shot and self._pass is not None and not self._pass.ended:
             return self._pass
+        # Of a pass that is over the source knows: to go on as if it were an epoch of nothing would
+        # pass for training.
         prefetcher = Prefetcher(
             self._make_elements, self._depth, self._place, description=self._description
         )
@@ -122,17 +132,12 @@ class DistributedDataset:
     def element_spec(self) -> Any:
         """Shape and dtype of the first element as it comes from the source, ``[batch, ...]``.
 
+        None if there is no element. Asking starts no epoch.
+
         Raises:
           InputError: for a source that can be read once, whose first element it would use up.
         """
-        if self._one_shot:
-            raise InputError(
-                f"element_spec would use up the first element of {self._description}, which can be "
-                "read once only."
-            )
-        for element in self._make_elements():
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), element)
-        return None
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._first())
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Fold the elements of one pass: ``state = reduce_func(state, element)``."""
@@ -169,6 +174,7 @@ def distribute_dataset(
     return DistributedDataset(
         source.__iter__,
         placer.split,
+        first=source.first,
         depth=options.experimental_per_replica_buffer_size,
         description=source.describe(),
         one_shot=source.one_shot,
@@ -192,6 +198,7 @@ def datasets_from_function(
     return DistributedDataset(
         functools.partial(_draw, sources, size),
         placer.pieces,
+        first=sources[0].first,
         depth=options.experimental_per_replica_buffer_size,
         description=sources[0].describe(),
         one_shot=any(source.one_shot for source in sources),
@@ -199,12 +206,16 @@ def datasets_from_function(
 
 
 def _draw(sources: Sequence[Source], size: int) -> Iterator[list[Any]]:
+    # Not in the generator: what is wrong with a source shows where the loop begins.
+    return _drawn([iter(source) for source in sources], size)
+
+
+def _drawn(iterators: list[Iterator[Any]], size: int) -> Iterator[list[Any]]:
     """Draw an element for each replica, from its own source or in turn from the one there is.
 
     At the end, replicas for which nothing is left get empty pieces. A scalar has none: as in
     tf.distribute, a rest of scalars that does not suffice for all replicas is left out.
     """
-    iterators = [iter(source) for source in sources]
     if len(iterators) == 1:
         iterators *= size
     while True:

@@ -52,6 +52,10 @@ class IterableSource:
         # dataset as a whole shows where the loop begins.
         return self._batches(self._make_iterator())
 
+    def first(self) -> Any:
+        """Return the first batch of a new iterator, or None."""
+        return next(iter(self), None)
+
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         count = 0
         try:
@@ -116,6 +120,17 @@ class OneShotSource:
                 "object whose __iter__ is the generator function), or distribute a new one."
             )
         return self._remaining()
+
+    def first(self) -> Any:
+        """Raise: there is no first batch that the next epoch would not miss.
+
+        Raises:
+          InputError: always.
+        """
+        raise InputError(
+            f"element_spec would use up the first element of {self.describe()}, which can be read "
+            "once only."
+        )
 
     def _remaining(self) -> Iterator[Any]:
         while True:

@@ -113,6 +113,11 @@ class Prefetcher(Generic[T]):
             # The error's traceback refers to this frame: without this, a cycle.
             del message
 
+    @property
+    def ended(self) -> bool:
+        """Whether ``next`` has raised, or would raise, StopIteration for good."""
+        return self._ended
+
     def close(self) -> None:
         """End the thread, give up the items that wait, and make ``next`` raise StopIteration.
 

@@ -38,6 +38,10 @@ class Source(Protocol):
         """Return an iterator over the batches of an epoch."""
         ...
 
+    def first(self) -> Any:
+        """Return the first batch of some epoch without starting one; None if there is none."""
+        ...
+
     def describe(self) -> str:
         """Return a phrase for messages."""
         ...

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from distrib.collectives import all_gather
@@ -62,6 +63,8 @@ class MeshCombiner:
         return variable.value()
 
     def _brought(self, part: Any) -> Any:
+        if isinstance(part, Tracer):  # In a merge function, of one replica or equal on all.
+            return part
         return uncommitted(jax.device_put(part, self._device))
 
     def gather(self, value: Any, axis: int) -> Any:

@@ -78,8 +78,8 @@ def test_tf_mirrored_without_tensorflow_times_ours(repo_root, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.needs("tensorflow")
 def test_tf_mirrored_with_tensorflow(repo_root):
-    pytest.importorskip("tensorflow")
     output = run_benchmark(repo_root, "tf_mirrored", "--quick")
     assert ratios_of(output) == 3
 
@@ -91,6 +91,7 @@ def test_gpu_check_says_plainly_that_there_is_no_gpu(repo_root):
 
 
 @pytest.mark.slow
+@pytest.mark.needs("mnist")
 def test_gpu_check_runs_a_tiny_version_on_the_cpu(repo_root, mnist_dir):
     output = run_benchmark(
         repo_root, "gpu_check", "--quick", "--allow_cpu", f"--data_dir={mnist_dir}"

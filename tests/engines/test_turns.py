@@ -1,6 +1,9 @@
 """Functions that take turns: their order, their meetings, and how each of them may fail."""
 
 import contextvars
+import io
+import os
+import pdb
 import signal
 import threading
 
@@ -189,15 +192,25 @@ def test_a_stuck_replica_is_given_up():
             thread.join()
 
 
-def test_the_deadline_is_for_one_turn_and_not_for_all():
-    pause = threading.Event()
+def test_a_replica_in_a_debugger_may_take_its_time():
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as commands, os.fdopen(writer, "w") as user:
 
-    def body(turn):
-        for _ in range(4):
-            pause.wait(0.15)
-            turn.ask(request(1))
+        def body(turn):
+            answer = turn.index + 1
+            debugger = pdb.Pdb(stdin=commands, stdout=io.StringIO(), nosigint=True, readrc=False)
+            if turn.index == 1:
+                debugger.set_trace()
+            return turn.ask(request(answer))
 
-    assert take_turns([body], total, seconds=0.5) == [None]
+        def type_continue():
+            user.write("continue\n")
+            user.flush()
+
+        timer = threading.Timer(2.5, type_continue)
+        timer.start()
+        assert take_turns([body] * 2, total, seconds=1.0) == [3, 3]
+        timer.join()
 
 
 def test_an_interrupt_while_a_replica_runs():

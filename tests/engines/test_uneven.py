@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,8 +45,9 @@ def test_any_split_reduces_to_the_numbers_of_the_batch(replicas, examples):
     strategy = mirrored(replicas)
     values = np.arange(1, examples + 1, dtype=np.float32)
     result = strategy.run(_square, args=(pieces(strategy, values),))
-    np.testing.assert_allclose(strategy.reduce("SUM", result, axis=0), (values**2).sum(), rtol=1e-6)
-    np.testing.assert_allclose(strategy.reduce("MEAN", result, axis=0), (values**2).mean(), rtol=1e-6)
+    total, mean = (strategy.reduce(op, result, axis=0) for op in ("SUM", "MEAN"))
+    np.testing.assert_allclose(total, (values**2).sum(), rtol=1e-6)
+    np.testing.assert_allclose(mean, (values**2).mean(), rtol=1e-6)
     np.testing.assert_array_equal(strategy.gather(result, axis=0), values**2)
 
 
@@ -76,9 +78,7 @@ def test_pmean_counts_each_example_once_and_so_does_its_gradient():
     expected = jax.grad(lambda w: loss_of(w, values, jnp.mean))(1.5)
     with strategy.scope():
         w = distrib.Variable(1.5)
-        state = distrib.TrainState.create(
-            apply_fn=None, params={"w": 1.5}, tx=__import__("optax").sgd(1.0)
-        )
+        state = distrib.TrainState.create(apply_fn=None, params={"w": 1.5}, tx=optax.sgd(1.0))
 
     def step(x):
         mean = lambda v: jax.lax.pmean(v.mean(), distrib.REPLICA_AXIS)  # noqa: E731
@@ -95,9 +95,7 @@ def test_a_replica_without_examples_adds_nothing():
     strategy = mirrored(4)
     with strategy.scope():
         seen = distrib.metrics.Mean()
-        state = distrib.TrainState.create(
-            apply_fn=None, params={"w": 2.0}, tx=__import__("optax").sgd(0.1)
-        )
+        state = distrib.TrainState.create(apply_fn=None, params={"w": 2.0}, tx=optax.sgd(0.1))
 
     def step(x):
         seen.update_state(x)
@@ -214,41 +212,41 @@ def test_a_mean_over_as_many_outputs_as_there_are_replicas_is_no_mean_over_repli
     assert local(strategy, result) == [72, 72]
 
 
-def test_a_flatten_that_cannot_be_traced_for_no_examples_leaves_the_replica_out():
+@pytest.mark.parametrize("count", [4, 8])
+def test_a_flatten_that_cannot_be_traced_for_no_examples_leaves_the_replica_out(count):
     """``x.reshape(len(x), -1)``, with 5 examples over 4 and over 8 replicas."""
-    for count in (4, 8):
-        strategy = mirrored(count)
-        values = np.arange(10, dtype=np.float32).reshape(5, 2, 1)
-        with strategy.scope():
-            seen = distrib.metrics.Mean()
-            own = distrib.Variable(
-                7.0, synchronization=distrib.VariableSynchronization.ON_READ, aggregation=MEAN
-            )
-            state = distrib.TrainState.create(
-                apply_fn=None, params={"w": jnp.ones(2)}, tx=__import__("optax").sgd(1.0)
-            )
+    strategy = mirrored(count)
+    values = np.arange(10, dtype=np.float32).reshape(5, 2, 1)
+    with strategy.scope():
+        seen = distrib.metrics.Mean()
+        own = distrib.Variable(
+            7.0, synchronization=distrib.VariableSynchronization.ON_READ, aggregation=MEAN
+        )
+        state = distrib.TrainState.create(
+            apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(1.0)
+        )
 
-        def step(x):
-            context = distrib.get_replica_context()
-            flat = x.reshape(x.shape[0], -1)
-            grads = jax.grad(lambda p: (flat @ p["w"]).mean())(state.params)
-            state.apply_gradients(grads=grads)
-            seen.update_state(flat.sum(-1))
-            own.assign(flat.sum())
-            total = context.all_reduce("SUM", flat.sum())
-            largest = jax.lax.pmax(flat.max(), distrib.REPLICA_AXIS)
-            return flat.sum(-1), total, largest, flat.mean()
+    def step(x):
+        context = distrib.get_replica_context()
+        flat = x.reshape(x.shape[0], -1)
+        grads = jax.grad(lambda p: (flat @ p["w"]).mean())(state.params)
+        state.apply_gradients(grads=grads)
+        seen.update_state(flat.sum(-1))
+        own.assign(flat.sum())
+        total = context.all_reduce("SUM", flat.sum())
+        largest = jax.lax.pmax(flat.max(), distrib.REPLICA_AXIS)
+        return flat.sum(-1), total, largest, flat.mean()
 
-        (batch,) = strategy.experimental_distribute_dataset([values])
-        sums, total, largest, mean = strategy.run(step, args=(batch,))
-        np.testing.assert_array_equal(strategy.gather(sums, 0), [1, 5, 9, 13, 17])
-        assert local(strategy, total) == [45] * count
-        assert local(strategy, largest) == [9] * count
-        assert np.isnan(local(strategy, mean)[-1])
-        assert float(seen.result()) == 9.0
-        np.testing.assert_allclose(state.params["w"], [1 - 4, 1 - 5])
-        assert float(own.values[-1]) == 7.0
-        strategy.extended.assert_mirrored(state)
+    (batch,) = strategy.experimental_distribute_dataset([values])
+    sums, total, largest, mean = strategy.run(step, args=(batch,))
+    np.testing.assert_array_equal(strategy.gather(sums, 0), [1, 5, 9, 13, 17])
+    assert local(strategy, total) == [45] * count
+    assert local(strategy, largest) == [9] * count
+    assert np.isnan(local(strategy, mean)[-1])
+    assert float(seen.result()) == 9.0
+    np.testing.assert_allclose(state.params["w"], [1 - 4, 1 - 5])
+    assert float(own.values[-1]) == 7.0
+    strategy.extended.assert_mirrored(state)
 
 
 def test_a_step_that_fails_for_every_shape_fails_with_its_own_error():

@@ -38,6 +38,7 @@ def test_three_replicas_learn_what_one_does(
     assert accuracy == pytest.approx(accuracy_on_one_device, abs=0.05)
 
 
+@pytest.mark.needs("mnist")
 @pytest.mark.slow
 def test_two_epochs_of_mnist_reach_97_percent(mnist_dir: pathlib.Path):
     accuracy, _ = accuracy_of("custom_loop.py", "--num_devices=2", f"--data_dir={mnist_dir}")

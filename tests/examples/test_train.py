@@ -34,6 +34,7 @@ def test_batches_need_not_divide_and_replicas_may_be_empty(digits_dir: pathlib.P
     assert accuracy > 15
 
 
+@pytest.mark.needs("mnist")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_epochs_of_mnist_reach_98_5_percent(mnist_dir: pathlib.Path):

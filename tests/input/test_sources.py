@@ -1,6 +1,5 @@
 """What may be passed as a dataset, what it becomes, and what is said of anything else."""
 
-import importlib.util
 import re
 import threading
 
@@ -239,9 +238,8 @@ def test_torch_stand_in(loader):
     assert _lists(source) == _lists(source) == [([0, 1], {"y": ([2, 3],)})]
 
 
+@pytest.mark.needs("torch")
 def test_torch_itself():
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed; its stand-in is tested above")
     import torch.utils.data
 
     dataset = torch.utils.data.TensorDataset(torch.arange(3), torch.arange(3.0, requires_grad=True))

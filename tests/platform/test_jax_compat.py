@@ -186,3 +186,46 @@ def test_jaxpr_function_makes_arrays_of_constants():
     results = jax.jit(lambda x: [y[None] for y in jax_compat.jaxpr_function(closed)(x)])(1)
     assert [y.tolist() for y in results] == [[1], [2.0], [3.0], [True]]
     assert [y.dtype for y in results] == [jnp.int32, jnp.float32, jnp.float16, jnp.bool_]
+
+
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [
+        (jax.jit, True),
+        (lambda f: jax.jit(lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, 2)[0]), True),
+        (lambda f: jax.grad(jax.jit(f)), True),
+        (jax.grad, False),
+        (jax.checkpoint, False),
+        (lambda f: lambda x: jax.lax.cond(x > 0, f, lambda y: y, x), False),
+        (lambda f: lambda x: jax.vmap(f)(x[None]), False),
+        (lambda f: f, False),
+    ],
+    ids=["jit", "scan-in-jit", "grad-of-jit", "grad", "checkpoint", "cond", "vmap", "nothing"],
+)
+def test_under_jit(transform, expected):
+    seen = []
+
+    def f(x):
+        seen.append(jax_compat.under_jit())
+        return x * 2
+
+    transform(f)(jnp.float32(1))
+    assert set(seen) == {expected}
+    assert not jax_compat.under_jit()
+
+
+def test_settings_are_carried_to_another_thread_and_no_further():
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"), jax.disable_jit(True):
+        settings = jax_compat.thread_settings()
+    seen = []
+
+    def work():
+        before = jax_compat.thread_settings()
+        with jax_compat.with_settings(settings):
+            seen.append((jax_compat.thread_settings(), jnp.asarray(np.float64(1)).dtype))
+        seen.append(jax_compat.thread_settings() == before)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(settings, jnp.float64), True]

@@ -229,8 +229,9 @@ def _traced_value_error(error: Exception) -> TracedValueError:
 def _escaped_value_error() -> TracedValueError:
     return TracedValueError(
         "The step used a traced value that escaped from an earlier one: something was stored in "
-        "a list, an attribute or a global while a step was traced. Return the value from the step, "
-        "or assign it to a distrib.Variable."
+        "a list, an attribute or a global while a step was traced, or a jitted function that is "
+        "older than the step read a variable. Return the value from the step, assign it to a "
+        "distrib.Variable, and give jitted functions their values as arguments."
     )
 
 

@@ -16,8 +16,15 @@ import jax.numpy as jnp
 
 from distrib.collectives import CrossDeviceOps, all_gather, all_reduce, from_first_replica
 from distrib.context import Frame, current_frame, entered
+from distrib.engines.refusals import (
+    changed_in_transformation,
+    merged_in_transformation,
+    number_summed,
+    of_another_strategy,
+    without_aggregation,
+)
 from distrib.engines.weights import ExampleWeights
-from distrib.errors import AggregationError, ContextError, NestedTraceError
+from distrib.errors import AggregationError, ContextError
 from distrib.platform.jax_compat import trace_token
 from distrib.reduce_op import ReduceOp
 from distrib.values import DistributedValues, Mirrored, PerReplica
@@ -178,19 +185,9 @@ class Program:
 
     def _check_writable(self, variable: Variable) -> None:
         if trace_token() != self._token:
-            raise NestedTraceError(
-                f"Variable {variable.name!r} was changed inside a JAX transformation (jax.grad, "
-                "jax.jit, jax.vmap, lax.scan, lax.cond, jax.checkpoint ...), whose values may not "
-                "leave it. Return the new value from the transformed function (has_aux=True for "
-                "gradients), and assign it outside."
-            )
+            raise changed_in_transformation(variable)
         if variable.distribute_strategy is not self._strategy:
-            raise ContextError(
-                f"Mixing different distrib.Strategy objects: variable {variable.name!r} belongs to "
-                f"{variable.distribute_strategy!r} and was assigned in a step of "
-                f"{self._strategy!r}. Create it inside `with strategy.scope():` of the strategy "
-                "that runs the step."
-            )
+            raise of_another_strategy(variable, self._strategy)
 
     def _aggregate(self, variable: Variable, value: Any) -> Any:
         aggregation = variable.aggregation
@@ -198,12 +195,7 @@ class Program:
             return value
         if aggregation is VariableAggregation.NONE:
             if variable.storage.per_replica or self._deferred:
-                raise AggregationError(
-                    f"You must specify an aggregation method to update variable {variable.name!r} "
-                    "in replica context, or to read it outside: pass aggregation= to "
-                    "distrib.Variable, or combine the value yourself with "
-                    "get_replica_context().all_reduce."
-                )
+                raise without_aggregation(variable)
             return value
         if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return from_first_replica(value)
@@ -211,12 +203,7 @@ class Program:
             value = jnp.asarray(value)  # Each replica counts, with one copy as with many.
         if not hasattr(value, "dtype"):
             if aggregation is VariableAggregation.SUM:
-                raise AggregationError(
-                    f"A non-DistributedValues value {value!r} cannot be reduced with the given "
-                    f"reduce op ReduceOp.SUM into variable {variable.name!r}: a Python number is "
-                    "one value for all replicas. Wrap it in jnp.asarray(...) to add it once for "
-                    "each replica."
-                )
+                raise number_summed(variable, value)
             return value
         return self.all_reduce(ReduceOp.parse(aggregation.name), value, None)
 
@@ -238,11 +225,7 @@ class Program:
     def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict) -> Any:
         """Call ``merge_fn`` in cross-replica context, with per-replica values that are traced."""
         if trace_token() != self._token:
-            raise NestedTraceError(
-                "merge_call was called inside a JAX transformation (jax.grad, jax.jit, lax.cond, "
-                "lax.scan ...), where the replicas cannot meet. Call it in the replica function "
-                "itself."
-            )
+            raise merged_in_transformation()
         if current_frame().replica is None:
             raise ContextError(
                 "merge_call was called inside a merge function, where there is no replica. Use the "

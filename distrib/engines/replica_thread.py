@@ -17,6 +17,13 @@ from jax.core import Tracer
 from distrib.collectives import check_arrays, check_numbers
 from distrib.context import current_frame
 from distrib.engines.program import Apply, Update, applied, combined, share_of_total
+from distrib.engines.refusals import (
+    changed_in_transformation,
+    merged_in_transformation,
+    number_summed,
+    of_another_strategy,
+    without_aggregation,
+)
 from distrib.engines.turns import Request, Turn
 from distrib.engines.weights import ExampleWeights
 from distrib.errors import AggregationError, ContextError, NestedTraceError
@@ -213,17 +220,9 @@ class ReplicaThread:
 
     def _check_writable(self, variable: Variable) -> None:
         if trace_token() != self._token:
-            raise NestedTraceError(
-                f"Variable {variable.name!r} was changed inside a JAX transformation (jax.grad, "
-                "jax.jit, lax.scan ...), whose values may not leave it. Return the new value from "
-                "the transformed function (has_aux=True for gradients), and assign it outside."
-            )
+            raise changed_in_transformation(variable)
         if variable.distribute_strategy is not self._values.strategy:
-            raise ContextError(
-                f"Mixing different distrib.Strategy objects: variable {variable.name!r} belongs to "
-                f"{variable.distribute_strategy!r} and was assigned in a step of "
-                f"{self._values.strategy!r}. Create it inside the scope of the strategy that runs."
-            )
+            raise of_another_strategy(variable, self._values.strategy)
 
     def update(self, variables: Sequence[Variable], apply: Apply, operand: Any) -> None:
         """Apply an update once and give every replica its results."""
@@ -302,11 +301,7 @@ class ReplicaThread:
     def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict) -> Any:
         """Call ``merge_fn`` once for all replicas, when all have come."""
         if trace_token() != self._token:
-            raise NestedTraceError(
-                "merge_call was called inside a JAX transformation (jax.grad, jax.jit, lax.cond, "
-                "lax.scan ...), where the replicas cannot meet. Call it in the replica function "
-                "itself."
-            )
+            raise merged_in_transformation()
         name = getattr(merge_fn, "__qualname__", repr(merge_fn))
         return self._ask("merge_call", f"merge_call({name})", (merge_fn, tuple(args), kwargs))
 
@@ -361,22 +356,14 @@ def assign_aggregated(values: StepValues, requests: Sequence[Request]) -> None:
     parts = [request.payload[2] for request in requests]
     aggregation = variable.aggregation
     if aggregation is VariableAggregation.NONE:
-        raise AggregationError(
-            f"You must specify an aggregation method to update variable {variable.name!r} in "
-            "replica context: pass aggregation= to distrib.Variable, or combine the value yourself "
-            "with get_replica_context().all_reduce."
-        )
+        raise without_aggregation(variable)
     on_read = variable.synchronization is VariableSynchronization.ON_READ
     same_number = not hasattr(first, "dtype") and all(part == first for part in parts)
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         value = first
     elif same_number and not on_read:
         if aggregation is VariableAggregation.SUM:
-            raise AggregationError(
-                f"A non-DistributedValues value {first!r} cannot be reduced with the given reduce "
-                f"op ReduceOp.SUM into variable {variable.name!r}: a Python number is one value "
-                "for all replicas. Wrap it in jnp.asarray(...) to add it once for each replica."
-            )
+            raise number_summed(variable, first)
         value = first
     else:
         value = reduced(ReduceOp.parse(aggregation.name), parts, values.devices[0])

@@ -1,0 +1,53 @@
+"""The errors that both engines raise for what a replica must not do with variables and meetings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distrib.errors import AggregationError, ContextError, NestedTraceError
+from distrib.variables import Variable
+
+
+def changed_in_transformation(variable: Variable) -> NestedTraceError:
+    """Return the error for a change whose value may not leave the transformation it was made in."""
+    return NestedTraceError(
+        f"Variable {variable.name!r} was changed inside a JAX transformation (jax.grad, jax.jit, "
+        "jax.vmap, lax.scan, lax.cond, jax.checkpoint ...), whose values may not leave it. Return "
+        "the new value from the transformed function (has_aux=True for gradients), and assign it "
+        "outside."
+    )
+
+
+def merged_in_transformation() -> NestedTraceError:
+    """Return the error for a ``merge_call`` where the replicas cannot meet."""
+    return NestedTraceError(
+        "merge_call was called inside a JAX transformation (jax.grad, jax.jit, lax.cond, lax.scan "
+        "...), where the replicas cannot meet. Call it in the replica function itself."
+    )
+
+
+def of_another_strategy(variable: Variable, strategy: Any) -> ContextError:
+    """Return the error for assigning another strategy's variable in a step of ``strategy``."""
+    return ContextError(
+        f"Mixing different distrib.Strategy objects: variable {variable.name!r} belongs to "
+        f"{variable.distribute_strategy!r} and was assigned in a step of {strategy!r}. Create it "
+        "inside `with strategy.scope():` of the strategy that runs the step."
+    )
+
+
+def without_aggregation(variable: Variable) -> AggregationError:
+    """Return the error for combining the values of a variable that does not say how."""
+    return AggregationError(
+        f"You must specify an aggregation method to update variable {variable.name!r} in replica "
+        "context, or to read it outside: pass aggregation= to distrib.Variable, or combine the "
+        "value yourself with get_replica_context().all_reduce."
+    )
+
+
+def number_summed(variable: Variable, value: Any) -> AggregationError:
+    """Return the error for summing a Python number: once, or once for each replica?"""
+    return AggregationError(
+        f"A non-DistributedValues value {value!r} cannot be reduced with the given reduce op "
+        f"ReduceOp.SUM into variable {variable.name!r}: a Python number is one value for all "
+        "replicas. Wrap it in jnp.asarray(...) to add it once for each replica."
+    )

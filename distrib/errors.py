@@ -59,7 +59,7 @@ class OutOfRangeError(DistribError, IndexError):
     """``get_next`` was called on an iterator that has ended."""
 
 
-class PerReplicaError(DistribError, ValueError):
+class PerReplicaError(DistribError, ValueError, TypeError):
     """A per-replica value was used as if it were one array."""
 
 

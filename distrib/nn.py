@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from distrib.context import current_program, get_strategy
+from distrib.context import current_program, get_strategy, in_cross_replica_context
 from distrib.platform import leaves_with_paths
 
 
@@ -72,3 +72,29 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     """
     total = sum(jnp.sum(jnp.asarray(leaf)) for _, leaf in leaves_with_paths(regularization_loss))
     return total / get_strategy().num_replicas_in_sync
+
+
+def mean_over_examples(tree: Any) -> Any:
+    """Return the mean of ``tree`` over the replicas, each counting as often as it has examples.
+
+    For gradients of a loss that is a mean over the examples of a replica: the result is the
+    gradient of the mean over the whole batch, the last, uneven one too.
+    ``TrainState.apply_gradients`` does this by itself; an NNX optimizer is to be given the result.
+    In a replica, collective; elsewhere there is one value, which is returned as it is.
+
+    Args:
+      tree: a pytree of arrays, of equal shapes on all replicas.
+
+    Returns:
+      A pytree of those shapes.
+
+    >>> import distrib, jax
+    >>> strategy = distrib.MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> (batch,) = strategy.experimental_distribute_dataset([jnp.array([1.0, 2.0, 6.0])])
+    >>> print(strategy.run(lambda x: mean_over_examples(x.mean()), args=(batch,)).values[0])
+    3.0
+    """
+    program = current_program()
+    if program is None or in_cross_replica_context():
+        return tree
+    return program.combine(tree, "MEAN")

@@ -58,9 +58,22 @@ class CompileCache:
         return None
 
     def add(
-        self, fn: Callable[..., Any], signature: Any, step: Any, variables: Sequence[Variable]
+        self,
+        fn: Callable[..., Any],
+        signature: Any,
+        step: Any,
+        variables: Sequence[Variable],
+        objects: Sequence[Any] = (),
     ) -> None:
-        """Remember a compiled step until its function or one of ``variables`` dies."""
+        """Remember a compiled step until its function or one of ``variables`` dies.
+
+        Args:
+          fn: the function.
+          signature: what of the call the step depends on.
+          step: the compiled step.
+          variables: the variables that it reads and changes.
+          objects: the Python objects among its arguments, in which it may have found them.
+        """
         entries = self._entries(fn)
         entries[signature] = step
         held_weakly = weakref.ref(entries)
@@ -73,7 +86,7 @@ class CompileCache:
 
         step_held_weakly = weakref.ref(step)
         step.watches = [weakref.ref(v, forget) for v in variables]
-        step.captures = captures(fn)
+        step.captures = captures(fn, objects)
         self._count(fn, signature)
 
     def _entries(self, fn: Callable[..., Any]) -> Entries:
@@ -91,7 +104,7 @@ class CompileCache:
             ) from None
 
     def _count(self, fn: Callable[..., Any], signature: Any) -> None:
-        code = getattr(fn, "__code__", None)
+        code = _code(fn)
         if code is None:
             return
         signatures = self._by_code.setdefault(code, [])
@@ -107,6 +120,13 @@ class CompileCache:
             )
 
 
+def _code(fn: Any) -> types.CodeType | None:
+    """Return the code that runs when ``fn`` is called, also of a partial or a callable object."""
+    fn = getattr(fn, "func", fn)
+    code = getattr(fn, "__code__", None)
+    return code or getattr(vars(type(fn)).get("__call__"), "__code__", None)
+
+
 def what_changed(signatures: Sequence[Any]) -> str:
     """Say how the last signature of a function differs from the one before.
 
@@ -114,11 +134,11 @@ def what_changed(signatures: Sequence[Any]) -> str:
       signatures: ``(structure, leaf signatures, objects)`` of each compilation, in order.
     """
     before, after = signatures[-2], signatures[-1]
-    if before == after:
+    if after in signatures[:-1]:
         return (
-            "Its arguments did not change: it is a new function object each time, made in a loop "
-            "or by a lambda, or it finds another object with variables each time. Define it once, "
-            "and pass the object as an argument."
+            "It had been compiled for such arguments before: it is a new function object each "
+            "time, made in a loop or by a lambda, or it finds another object with variables each "
+            "time. Define it once, and pass the object as an argument."
         )
     if before[0] != after[0]:
         return f"The structure of its arguments changed from {before[0]} to {after[0]}."

@@ -20,8 +20,7 @@ def check_outside_trace() -> None:
         raise NestedTraceError(
             "strategy.run was called inside a JAX transformation (jax.jit, jax.grad, lax.scan "
             "...), where its variables cannot be written back. run compiles its function by "
-            "itself: call it from plain Python, and put jax.jit or jax.grad inside the "
-            "function."
+            "itself: call it from plain Python, and put jax.jit or jax.grad inside the function."
         )
 
 

@@ -1,74 +1,136 @@
-"""The objects with variables that a function finds by name: its globals and its closure.
+"""The objects with variables that a function finds by itself: by name, attribute or key.
 
-A program is made of the variables that the function found when it was traced. If the name ``state``
-means another object at the next call, the program must be made anew, or it would go on training the
-old one.
+A program is made of the variables that the function found when it was traced. If ``state``, or
+``self.state``, or ``models["a"]``, means another object at the next call, the program must be made
+anew, or it would go on training the old one.
 """
 
 from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from distrib.variables import HoldsVariables, Variable
 
+_DEPTH = 4
+_WIDTH = 2000
+# Nothing inside of these leads to a variable that a step could be made to find by another way.
+_CLOSED = (types.ModuleType, type, jax.Array, np.ndarray, str, bytes, int, float, complex)
+
 
 class Capture:
-    """A name that a function looks up, and the object that it found.
+    """Some keys under which a function finds objects, and the objects that it found.
 
     Args:
-      look_up: returns what the name means now.
-      value: what it meant when the function was traced; held weakly if it can be.
+      look_up: from a key to the object that stands there now; raises LookupError if there is none.
+      keys: the keys.
     """
 
-    __slots__ = ("_look_up", "_ref")
+    __slots__ = ("_found", "_keys", "_look_up")
 
-    def __init__(self, look_up: Callable[[], Any], value: Any):
+    def __init__(self, look_up: Callable[[Any], Any], keys: Sequence[Any]):
         self._look_up = look_up
-        try:
-            self._ref: Callable[[], Any] = weakref.ref(value)
-        except TypeError:
-            # Dictionaries, lists and tuples take no weak references. Their identity has to do, and
-            # is enough while their variables live: the program goes when one of those dies.
-            identity = id(value)
-            self._ref = lambda: look_up() if id(look_up()) == identity else None
+        self._keys = tuple(keys)
+        # Identities suffice: an object that dies takes its variables along, and these the program.
+        self._found = tuple(map(id, map(look_up, self._keys)))
 
     def holds(self) -> bool:
-        """Tell whether the name still means the same object."""
-        return self._look_up() is self._ref()
-
-
-def captures(fn: Callable[..., Any]) -> list[Capture]:
-    """Return the names by which ``fn``, or a function of its module, finds variables."""
-    inner = getattr(fn, "__func__", fn)
-    return list(_captures(inner, set())) if isinstance(inner, types.FunctionType) else []
-
-
-def _captures(fn: types.FunctionType, seen: set[int]) -> Iterator[Capture]:
-    if id(fn) in seen:
-        return
-    seen.add(id(fn))
-    for look_up, value in _names(fn):
-        if isinstance(value, types.FunctionType) and value.__globals__ is fn.__globals__:
-            yield from _captures(value, seen)
-        elif _holds_variables(value):
-            yield Capture(look_up, value)
-
-
-def _names(fn: types.FunctionType) -> Iterator[tuple[Callable[[], Any], Any]]:
-    module = fn.__globals__
-    for name in _global_names(fn.__code__):
-        if name in module:
-            yield lambda name=name: module.get(name), module[name]
-    for cell in fn.__closure__ or ():
+        """Tell whether the same objects stand under the keys."""
         try:
-            yield lambda cell=cell: cell.cell_contents, cell.cell_contents
-        except ValueError:
-            continue  # The cell is empty: the enclosing function has not assigned the name yet.
+            return tuple(map(id, map(self._look_up, self._keys))) == self._found
+        except (LookupError, TypeError, ValueError):
+            return False
+
+
+def captures(fn: Callable[..., Any], arguments: Sequence[Any] = ()) -> list[Capture]:
+    """Return the keys by which ``fn``, or a function of its module that it calls, finds variables.
+
+    Args:
+      fn: a function, a method or another callable.
+      arguments: objects that it is given and may search as well.
+    """
+    search = _Search()
+    for root in (fn, *arguments):
+        search.leads_to_variables(root, 0)
+    return search.captures
+
+
+class _Search:
+    """A walk over the objects that a function can reach by names, attributes and keys."""
+
+    def __init__(self) -> None:
+        self.captures: list[Capture] = []
+        self._known: dict[int, bool] = {}
+        self._kept: list[Any] = []
+
+    def leads_to_variables(self, value: Any, depth: int) -> bool:
+        """Tell whether variables are found in ``value``, and record by which keys."""
+        if isinstance(value, Variable | HoldsVariables):
+            return True
+        if isinstance(value, _CLOSED) or depth > _DEPTH or len(self._known) > _WIDTH:
+            return False
+        if id(value) not in self._known:
+            self._known[id(value)] = False  # While it is walked, for objects that hold one another.
+            self._kept.append(value)  # So that no other object gets its identity meanwhile.
+            found = [self._record(place, depth + 1) for place in _places(value)]
+            self._known[id(value)] = any(found)
+        return self._known[id(value)]
+
+    def _record(self, place: tuple[Callable[[Any], Any], Sequence[Any]], depth: int) -> bool:
+        look_up, keys = place
+        leading = [key for key in keys if self.leads_to_variables(look_up(key), depth)]
+        if leading:
+            self.captures.append(Capture(look_up, leading))
+        return bool(leading)
+
+
+def _places(value: Any) -> Iterator[tuple[Callable[[Any], Any], Sequence[Any]]]:
+    """Return the ways into an object: how a key is looked up, and the keys that there are."""
+    if isinstance(value, types.FunctionType):
+        module = value.__globals__
+        names = [name for name in _global_names(value.__code__) if name in module]
+        own = [name for name in names if not _of_another_module(module[name], module)]
+        yield module.__getitem__, own
+        cells = {i: cell for i, cell in enumerate(value.__closure__ or ()) if _is_filled(cell)}
+        yield lambda i: cells[i].cell_contents, list(cells)
+    elif isinstance(value, types.MethodType):
+        # The instance is what the program is kept for; a bound method is made at each look-up.
+        held_weakly = _weak(value.__self__)
+        yield lambda _: held_weakly(), [None]
+        function = value.__func__
+        yield lambda _: function, [None]
+    elif isinstance(value, dict):
+        yield value.__getitem__, list(value)
+    elif isinstance(value, list | tuple):
+        yield value.__getitem__, range(len(value))
+    elif hasattr(value, "__dict__") and isinstance(vars(value), dict):
+        held_weakly = _weak(value)
+        yield lambda name: vars(held_weakly())[name], list(vars(value))
+
+
+def _weak(value: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - an empty cell raises
+    except ValueError:
+        return False
+    return True
+
+
+def _of_another_module(value: Any, module: dict[str, Any]) -> bool:
+    """Tell whether ``value`` is a library's function, which does not know the user's variables."""
+    return isinstance(value, types.FunctionType) and value.__globals__ is not module
 
 
 def _global_names(code: types.CodeType) -> set[str]:
@@ -77,12 +139,3 @@ def _global_names(code: types.CodeType) -> set[str]:
         if isinstance(constant, types.CodeType):
             names |= _global_names(constant)
     return names
-
-
-def _holds_variables(value: Any) -> bool:
-    if isinstance(value, Variable | HoldsVariables):
-        return True
-    if not isinstance(value, dict | list | tuple):
-        return False
-    leaves = jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, Variable))
-    return any(isinstance(leaf, Variable | HoldsVariables) for leaf in leaves)

@@ -90,7 +90,8 @@ class SpmdEngine:
         step = self._cache.find(fn, signature)
         if step is None:
             step, variables = self._make(fn, treedef, leaves, keys, nnx)
-            self._cache.add(fn, signature, step, variables)
+            objects = [x for x, (kind, _) in zip(leaves, keys, strict=True) if kind is Kind.OBJECT]
+            self._cache.add(fn, signature, step, variables, objects)
         return signature, step
 
     def _make(

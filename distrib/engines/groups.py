@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
 from distrib.engines.lift import Lifted
 from distrib.engines.weights import ExampleWeights
+from distrib.values import is_distributed
 
 Forms = tuple[jax.ShapeDtypeStruct, ...]
 """Shape and dtype of each array argument as one replica sees it."""
@@ -29,12 +31,14 @@ class Group:
       example_axes: None, except where replicas without examples could only be traced as if they had
         one: for each output, the axes that count examples. Such replicas take no part: they add
         nothing to sums and keep their own copies of variables as they are.
+      larger_output: such a group's output function as traced for two examples.
     """
 
     step: Lifted
     forms: Forms
     weights: ExampleWeights
     example_axes: tuple[tuple[int, ...], ...] | None = None
+    larger_output: Callable[[Sequence[Any]], Any] | None = None
 
     @property
     def examples(self) -> int:
@@ -45,6 +49,16 @@ class Group:
     def takes_part(self) -> bool:
         """Whether the replicas add to sums and change their copies of variables."""
         return self.example_axes is None
+
+    @property
+    def output(self) -> Callable[[Sequence[Any]], Any]:
+        """The function from array outputs to what the step returned."""
+        one, two = self.step.output, self.larger_output
+        if two is None:
+            return one
+        return lambda arrays: jax.tree.map(
+            _for_no_examples, one(arrays), two(arrays), is_leaf=is_distributed
+        )
 
     def output_shape(self, index: int) -> tuple[int, ...]:
         """Return the shape of an output, of which a replica that takes no part has no examples."""
@@ -75,7 +89,14 @@ def trace_group(lift: Lift, forms: Forms, weights: ExampleWeights) -> Group:
             strict=True,
         )
     )
-    return Group(step, one, absent, axes)
+    return Group(step, one, absent, axes, larger.output)
+
+
+def _for_no_examples(one: Any, two: Any) -> Any:
+    """Return a constant of the step for no examples, from those for one and for two."""
+    if isinstance(one, int | float) and one != two:
+        return one - (two - one)
+    return one
 
 
 def _with_examples(forms: Sequence[jax.ShapeDtypeStruct], count: int) -> Forms:

@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
 
 from distrib.collectives import CrossDeviceOps
 from distrib.context import Frame, ReplicaContext, entered
 from distrib.engines.nnx_objects import (
     NnxState,
     changed,
+    check_no_nnx_constants,
     is_batch_statistic,
     put_together,
 )
@@ -31,6 +33,7 @@ from distrib.engines.program import Program, UnknownVariable, Update, local_valu
 from distrib.engines.varying import varying_outputs
 from distrib.engines.weights import ExampleWeights
 from distrib.errors import OutputError, TracedValueError, VariableError
+from distrib.platform import uncommitted
 from distrib.platform.mesh import REPLICA_AXIS
 from distrib.platform.pytree_paths import leaves_with_paths
 from distrib.values import DistributedValues
@@ -79,6 +82,7 @@ class Lifted:
       num_outputs: how many outputs belong to what the function returned.
       nnx_changes: the positions of the NNX variables that change.
       num_nnx: how many NNX arrays are inputs.
+      sums_losses: whether losses are shares of one sum, and gradients are added.
     """
 
     jaxpr: Any
@@ -90,6 +94,7 @@ class Lifted:
     num_outputs: int
     nnx_changes: tuple[int, ...]
     num_nnx: int
+    sums_losses: bool
 
 
 class _Trace:
@@ -197,6 +202,8 @@ def _trace(
         raise _escaped_value_error() from error
     if any(isinstance(constant, Tracer) for constant in jaxpr.consts):
         raise _escaped_value_error()
+    check_no_nnx_constants(call.fn, jaxpr.consts)
+    jaxpr = ClosedJaxpr(jaxpr.jaxpr, [_on_one_device(constant) for constant in jaxpr.consts])
     program = trace.program
     if program is None:
         raise RuntimeError("the step was not traced")
@@ -212,6 +219,7 @@ def _trace(
         num_outputs=trace.num_outputs,
         nnx_changes=trace.nnx_changes,
         num_nnx=num_nnx,
+        sums_losses=program.sums_losses,
     )
 
 
@@ -226,10 +234,19 @@ def _traced_value_error(error: Exception) -> TracedValueError:
     )
 
 
+def _on_one_device(constant: Any) -> Any:
+    """Return an array that the function closes over as one copy, without its mesh."""
+    if not isinstance(constant, jax.Array) or len(constant.sharding.device_set) == 1:
+        return uncommitted(constant) if isinstance(constant, jax.Array) else constant
+    if constant.is_fully_replicated:
+        return uncommitted(constant.addressable_shards[0].data)
+    return np.asarray(constant)
+
+
 def _escaped_value_error() -> TracedValueError:
     return TracedValueError(
-        "The step used a traced value that escaped from an earlier one: something was stored in "
-        "a list, an attribute or a global while a step was traced, or a jitted function that is "
+        "The step used a traced value that escaped from an earlier one: something was stored in a "
+        "list, an attribute or a global while a step was traced, or a jitted function that is "
         "older than the step read a variable. Return the value from the step, assign it to a "
         "distrib.Variable, and give jitted functions their values as arguments."
     )
@@ -300,8 +317,7 @@ def _check_nnx_agree(jaxpr: Any, call: Call, trace: _Trace, variables: list[Vari
                 f"The step changes {kind} {state.paths[position]!r} of an NNX object to a value "
                 "that differs by replica, so that the copies would no longer agree. Combine the "
                 "gradients before the optimizer sees them: grads = "
-                "distrib.get_replica_context().all_reduce('MEAN', grads). Metrics: use "
-                "distrib.metrics."
+                "distrib.nn.mean_over_examples(grads). Metrics: use distrib.metrics."
             )
 
 

@@ -6,6 +6,7 @@ the same order, if the user's function does not branch on shapes around its coll
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -181,7 +182,20 @@ def divisions(stretches: Stretches, by: int) -> list[tuple[int, int]]:
     ]
 
 
-def means(stretches: Stretches, places: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+class Direction(enum.Enum):
+    """Which way a mean over the replicas goes in a sum."""
+
+    FORWARD = "forward"
+    """The sum is divided by the number of replicas."""
+    BACKWARD = "backward"
+    """What is summed has been divided: the gradient of a mean."""
+    SHARED_OUT = "shared out"
+    """A gradient of which each replica is to get the share of its own examples."""
+
+
+def means(
+    stretches: Stretches, places: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], Direction]:
     """Return the sums over the replicas that are steps of means, as `jax.lax.pmean` makes them.
 
     A mean is a sum that is divided by the number of replicas, and nothing else is made of the sum;
@@ -192,19 +206,22 @@ def means(stretches: Stretches, places: Sequence[tuple[int, int]]) -> set[tuple[
       places: where it divides by the number of replicas.
 
     Returns:
-      Meetings and their operands, by position.
+      Meetings and their operands, by position, and which way each goes.
     """
     dividing = [stretches.stretches[i][j] for i, j in places]
-    return {
-        (index, operand)
-        for index, meeting in enumerate(stretches.meetings)
-        if meeting.primitive.name in ("psum", "psum_invariant")
-        for operand in range(len(meeting.invars))
-        if _is_mean(stretches, meeting, operand, dividing)
-    }
+    found = {}
+    for index, meeting in enumerate(stretches.meetings):
+        if meeting.primitive.name in ("psum", "psum_invariant"):
+            for operand in range(len(meeting.invars)):
+                direction = _direction(stretches, meeting, operand, dividing)
+                if direction is not None:
+                    found[index, operand] = direction
+    return found
 
 
-def _is_mean(stretches: Stretches, meeting: Any, operand: int, dividing: list[Any]) -> bool:
+def _direction(
+    stretches: Stretches, meeting: Any, operand: int, dividing: list[Any]
+) -> Direction | None:
     def divides(equation: Any) -> bool:
         return any(equation is other for other in dividing)
 
@@ -213,10 +230,12 @@ def _is_mean(stretches: Stretches, meeting: Any, operand: int, dividing: list[An
     users = [e for e in (*equations, *stretches.meetings) if total in _variables(e)]
     if users and total not in _output_variables(stretches):
         if all(divides(e) and e.invars[0] is total for e in users):
-            return True
+            return Direction.FORWARD
     makers = [e for e in equations if any(v is summand for v in e.outvars)]
     users = [e for e in (*equations, *stretches.meetings) if summand in _variables(e)]
-    return len(makers) == 1 and divides(makers[0]) and len(users) == 1
+    if len(makers) == 1 and divides(makers[0]) and len(users) == 1:
+        return Direction.BACKWARD
+    return None
 
 
 def _variables(equation: Any) -> list[Any]:
@@ -243,8 +262,8 @@ def check_same_meetings(cuts: Sequence[Stretches], shapes: Sequence[str]) -> Non
         for mine, theirs in zip(first.meetings, other.meetings, strict=False):
             if _described(mine) != _described(theirs):
                 raise UnevenReplicasError(
-                    f"{who} different collectives: {_described(mine)} and {_described(theirs)}. "
-                    "A collective needs equal shapes on all replicas: reduce over the batch first."
+                    f"{who} different collectives: {_described(mine)} and {_described(theirs)}. A "
+                    "collective needs equal shapes on all replicas: reduce over the batch first."
                 )
         if len(first.meetings) != len(other.meetings):
             raise UnevenReplicasError(

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from distrib.errors import OutputError
+from distrib.errors import OutputError, VariableError
 
 
 def _nnx() -> Any:
@@ -126,3 +126,39 @@ def write_back(state: NnxState, new: dict[int, Any]) -> None:
     """Put the new values into the user's objects."""
     for position, array in new.items():
         state.variables[position].set_value(array)
+
+
+def check_no_nnx_constants(fn: Any, constants: Sequence[Any]) -> None:
+    """Check that a step has not taken the state of an NNX object that it found by name.
+
+    Raises:
+      VariableError: naming the name: the values would be constants of the program, and stale after
+        the next change of the object.
+    """
+    nnx = _nnx()
+    if nnx is None or not constants:
+        return
+    taken = {id(constant) for constant in constants}
+    for name, value in named_objects(fn):
+        if isinstance(value, nnx.Pytree):
+            arrays = jax.tree.leaves(nnx.state(value))
+            if any(id(array) in taken for array in arrays):
+                raise VariableError(
+                    f"The step uses the NNX object {name!r} without being given it: its values "
+                    "would be constants of the compiled step. Pass it as an argument: "
+                    f"strategy.run(step, args=({name}, ...))."
+                )
+
+
+def named_objects(fn: Any) -> list[tuple[str, Any]]:
+    """Return the objects that a function finds in its closure and among its globals, by name."""
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return []
+    found = [(name, fn.__globals__[name]) for name in code.co_names if name in fn.__globals__]
+    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+        try:
+            found.append((name, cell.cell_contents))
+        except ValueError:
+            continue  # Not assigned yet.
+    return found

@@ -116,6 +116,8 @@ class Program:
         self.reads: dict[int, Variable] = {}
         self.writes: dict[int, Variable] = {}
         self.updates: list[Update] = []
+        self.sums_losses = False
+        """Whether losses are shares of one sum over all examples, and gradients are added."""
 
     # Variables.
 
@@ -243,11 +245,13 @@ class Program:
 
     def global_examples(self, local: int) -> int:
         """Return the examples of all replicas, of which this one has ``local``."""
+        self.sums_losses = True
         return local * self._size if self._weights is None else self._weights.total
 
     def combine(self, value: Any, aggregation: str) -> Any:
         """Combine a tree over the replicas: SUM, or MEAN weighted by the examples of each."""
         op = ReduceOp.parse(aggregation)
+        self.sums_losses = self.sums_losses or op is ReduceOp.SUM
         if self._size == 1:
             return value
         if self._weights is None:

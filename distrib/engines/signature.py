@@ -57,6 +57,24 @@ class _Identity:
         return mine is not None and mine is other._ref()
 
 
+class _Constant:
+    """A key that equals another of an equal object of the same type: 1 == True == Mode.TRAIN."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, value: Any):
+        self._key = (type(value), value)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Constant) and self._key == other._key
+
+    def __repr__(self) -> str:
+        return repr(self._key[1])
+
+
 _BY_VALUE = (bool, str, bytes, type(None), enum.Enum)
 
 
@@ -82,7 +100,7 @@ def leaf_key(leaf: Any) -> tuple[Kind, Any]:
         dtype = held_dtype(leaf.dtype)
         return Kind.EVERYWHERE, (leaf.shape, dtype, getattr(leaf, "weak_type", False))
     if isinstance(leaf, _BY_VALUE):
-        return Kind.OBJECT, leaf
+        return Kind.OBJECT, _Constant(leaf)
     if isinstance(leaf, int | float | complex):
         return Kind.EVERYWHERE, type(leaf)
     if isinstance(leaf, Mirrored):
@@ -102,7 +120,7 @@ def leaf_key(leaf: Any) -> tuple[Kind, Any]:
     try:
         return Kind.OBJECT, _Identity(leaf)
     except TypeError:  # No weak references to it: a plain value such as a dtype or a range.
-        return Kind.OBJECT, leaf
+        return Kind.OBJECT, _Constant(leaf)
 
 
 def _components_signature(leaf: PerReplica) -> tuple[Any, ...]:

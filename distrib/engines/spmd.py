@@ -21,10 +21,11 @@ from distrib.engines.interrupts import InterruptsDeferred
 from distrib.engines.lift import Lifted
 from distrib.engines.placement import UpdatePlacement
 from distrib.engines.signature import Kind
+from distrib.engines.varying import calls_back
 from distrib.platform.jax_compat import jaxpr_function
 from distrib.platform.mesh import REPLICA_AXIS, replicated, split
 from distrib.values import Layout, Mirrored, PerReplica
-from distrib.variables import LentCells, Variable
+from distrib.variables import LentCells, Variable, cells_held
 
 _EVERYWHERE = PartitionSpec()
 _SPLIT = PartitionSpec(REPLICA_AXIS)
@@ -73,7 +74,11 @@ class Step:
     ):
         written_ids = {id(v) for v in lifted.writes}
         read = [v for v in lifted.reads if id(v) not in written_ids]
-        self.compiled = _compile(lifted, lifted.writes, read, leaves, mesh, body)
+        # A callback may raise while the step runs: the old values are then kept until it is over.
+        self._may_fail = calls_back(lifted.jaxpr.jaxpr)
+        self.compiled = _compile(
+            lifted, lifted.writes, read, leaves, mesh, body, donated=not self._may_fail
+        )
         self._leaves = leaves
         self._mesh = mesh
         self._everywhere = replicated(mesh)
@@ -109,13 +114,16 @@ class Step:
         ]
         nnx_arrays = [self._spread(a) for a in nnx_arrays]
         if not self._written and self._apply is None:
-            outputs, common, _ = self.compiled([], self._fetch_read(), arrays, nnx_arrays)
+            with cells_held():
+                outputs, common, _ = self.compiled([], self._fetch_read(), arrays, nnx_arrays)
         else:
-            self._keep.copy_lent()
-            with InterruptsDeferred():
+            with InterruptsDeferred(), cells_held():
+                self._keep.copy_lent()
                 outputs, common, new = self.compiled(
                     [cell.array for cell in self._written], self._fetch_read(), arrays, nnx_arrays
                 )
+                if self._may_fail:
+                    jax.block_until_ready((common, new))
                 for cell, array in zip(self._written, new, strict=True):
                     cell.array = array
                 if self._apply is not None:
@@ -149,6 +157,8 @@ def _compile(
     leaves: Sequence[Leaf],
     mesh: Mesh,
     body: Body,
+    *,
+    donated: bool,
 ) -> Any:
     size = mesh.devices.size
     num_variables, num_nnx = len(lifted.variables), lifted.num_nnx
@@ -189,7 +199,7 @@ def _compile(
     )
     # keep_unused: an old value that the step overwrites without reading is to be donated all the
     # same.
-    lowered = jax.jit(mapped, donate_argnums=0, keep_unused=True).lower(
+    lowered = jax.jit(mapped, donate_argnums=(0,) if donated else (), keep_unused=True).lower(
         [variable_form(v) for v in written],
         [variable_form(v) for v in read],
         [form(leaf.form, leaf.spec) for leaf in leaves],

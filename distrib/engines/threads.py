@@ -278,7 +278,7 @@ def _agreed(state: NnxState, changes: Sequence[dict[int, Any]]) -> dict[int, Any
                 f"The step changes {state.paths[position]!r} of an NNX object to a value that "
                 "differs by replica, so that the copies would no longer agree. Combine the "
                 "gradients before the optimizer sees them: grads = "
-                "distrib.get_replica_context().all_reduce('MEAN', grads)."
+                "distrib.nn.mean_over_examples(grads)."
             )
     return changes[0]
 

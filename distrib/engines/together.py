@@ -14,8 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from distrib.engines.grouped_outputs import finisher
 from distrib.engines.groups import Forms, Group, Lift
 from distrib.engines.meetings import (
+    Direction,
     acts,
     check_same_meetings,
     cut,
@@ -30,7 +32,6 @@ from distrib.engines.spmd import Leaf, entered_form
 from distrib.engines.varying import mentions
 from distrib.platform.jax_compat import bind_equation
 from distrib.platform.mesh import REPLICA_AXIS
-from distrib.values import PerReplica
 
 _MORE_REPLICAS = 97
 """No real number of replicas plus this is a divisor that a step would have by chance as well."""
@@ -74,22 +75,33 @@ class Together:
         self._all_common = self._find_common()
         self._wanted = [self._find_wanted(g) for g in range(len(groups))]
 
-    def _find_means(self, g: int, lift: Lift) -> set[tuple[int, int]]:
+    def _find_means(self, g: int, lift: Lift) -> dict[tuple[int, int], Direction]:
         """Return the sums that are means over the replicas, in which each example is to count once.
 
         With unequal batches a replica counts in such a mean as often as it has examples, so that
-        synchronised batch normalisation has the statistics of the whole batch. A division by the
-        number of replicas looks like one by an equal number, of outputs for instance, so the step
-        is traced once more as if there were more replicas: where the divisor follows, it is theirs.
+        synchronised batch normalisation has the statistics of the whole batch. The gradient of the
+        mean is weighted by what the user's losses are: if they are means over the examples of a
+        replica, in the same way; if they are shares of one sum over all examples, each replica gets
+        its own share of the sum of the gradients.
+
+        A division by the number of replicas looks like one by an equal number, of outputs for
+        instance, so the step is traced once more as if there were more replicas: where the divisor
+        follows, it is theirs.
         """
         places = divisions(self._cuts[g], self._size)
         if not means(self._cuts[g], places):
-            return set()
+            return {}
         more = self._size + _MORE_REPLICAS
         group = self._groups[g]
         probed = cut(lift(group.forms, group.weights, more).jaxpr, more)
         followed = set(divisions(probed, more))
-        return means(self._cuts[g], [place for place in places if place in followed])
+        found = means(self._cuts[g], [place for place in places if place in followed])
+        if self._steps[g].sums_losses:
+            return {
+                place: Direction.SHARED_OUT if direction is Direction.BACKWARD else direction
+                for place, direction in found.items()
+            }
+        return found
 
     def body(self, values: dict[int, Any], arrays: list, nnx: list) -> tuple[list, list, list]:
         """Run the program of a replica, whichever its group."""
@@ -152,7 +164,12 @@ class Together:
                 if _depends_only_on(equation, common):
                     common.update(equation.outvars)
             if index < len(self._cuts[0].meetings):
-                common.update(self._cuts[0].meetings[index].outvars)
+                meeting = self._cuts[0].meetings[index]
+                common.update(
+                    variable
+                    for i, variable in enumerate(meeting.outvars)
+                    if self._means[0].get((index, i)) is not Direction.SHARED_OUT
+                )
         return common
 
     def _run_common(self, index: int, environment: dict[Any, Any]) -> None:
@@ -188,8 +205,9 @@ class Together:
         for environment, variables, new in zip(environments, kept, results, strict=True):
             environment.update(zip(variables, new, strict=True))
         met = bind_equation(meetings[0], brought)
-        for environment, meeting in zip(environments, meetings, strict=True):
-            environment.update(zip(meeting.outvars, met, strict=True))
+        for g, (environment, meeting) in enumerate(zip(environments, meetings, strict=True)):
+            results = [self._shared_out(g, index, i, result) for i, result in enumerate(met)]
+            environment.update(zip(meeting.outvars, results, strict=True))
 
     def _switch(
         self,
@@ -233,7 +251,10 @@ class Together:
         return [
             equation
             for equation in self._cuts[g].stretches[index]
-            if (acts(equation) or any(v in self._wanted[g] for v in equation.outvars))
+            if (
+                (acts(equation) and self._groups[g].takes_part)
+                or any(v in self._wanted[g] for v in equation.outvars)
+            )
             and not (g == 0 and _depends_only_on(equation, self._all_common))
         ]
 
@@ -258,13 +279,22 @@ class Together:
             return _nothing_for(kind, value)
         if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
             return value
-        if (index, operand) in self._means[g]:
-            if self._groups[g].examples == 0:
+        direction = self._means[g].get((index, operand))
+        if direction is not None:
+            if self._groups[g].examples == 0 and direction is not Direction.SHARED_OUT:
                 return jnp.zeros_like(value)
+            if direction is Direction.SHARED_OUT:
+                return value
             return value * jnp.asarray(self._share[g], jnp.result_type(value))
         if self._groups[g].examples == 0 and "psum" in kind:
             return jnp.where(jnp.isnan(value), 0, value)
         return value
+
+    def _shared_out(self, g: int, index: int, operand: int, result: Any) -> Any:
+        """Return what a replica of group ``g`` gets of a sum over the replicas."""
+        if self._means[g].get((index, operand)) is Direction.SHARED_OUT:
+            return result * jnp.asarray(self._share[g], jnp.result_type(result))
+        return result
 
     def _results(
         self,
@@ -327,32 +357,7 @@ class Together:
 
     def finish(self) -> Callable[[list], Any]:
         """Return the function that turns the outputs of the step into what ``run`` returns."""
-        output, uniform = self._steps[0].output, self._uniform
-        group_of = list(self._group_of)
-        count = len(uniform)
-        shapes = [[group.output_shape(i) for i in range(count)] for group in self._groups]
-
-        def finish(outputs: list) -> Any:
-            remaining = iter(outputs)
-            values = []
-            for index, alike in enumerate(uniform):
-                if alike:
-                    values.append(PerReplica.stacked(next(remaining)))
-                    continue
-                parts = [
-                    [_cut_down(part, shape[index]) for part in PerReplica.stacked(rows).values]
-                    for shape, rows in zip(shapes, remaining, strict=False)
-                ]
-                values.append(PerReplica([parts[g][i] for i, g in enumerate(group_of)]))
-            return output(values)
-
-        return finish
-
-
-def _cut_down(part: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    if part.shape == shape:
-        return part
-    return part[tuple(slice(0, length) for length in shape)]
+        return finisher(self._groups, self._group_of, self._uniform)
 
 
 def _nothing_for(collective: str, value: Any) -> Any:

@@ -105,9 +105,9 @@ class Turn:
         while not self._back.acquire(timeout=_SLICE_SECONDS):
             if time.monotonic() > end and not _in_debugger(self._thread):
                 raise ReplicaDeadlineError(
-                    f"Replica {self.index} has run for {seconds:g} s without returning or "
-                    "reaching a collective, while the others wait for it. It is stuck in its own "
-                    "code: look at what it waits for."
+                    f"Replica {self.index} has run for {seconds:g} s without returning or reaching "
+                    "a collective, while the others wait for it. It is stuck in its own code: look "
+                    "at what it waits for."
                 )
 
     def abandon(self) -> None:

@@ -71,3 +71,9 @@ def mentions(equation: Any, primitive: str) -> bool:
             if hasattr(inner, "eqns") and any(mentions(e, primitive) for e in inner.eqns):
                 return True
     return False
+
+
+def calls_back(jaxpr: Any) -> bool:
+    """Tell whether a program calls functions of the host while it runs."""
+    names = ("pure_callback", "io_callback", "debug_callback", "debug_print")
+    return any(mentions(equation, name) for equation in jaxpr.eqns for name in names)

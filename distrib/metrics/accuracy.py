@@ -34,11 +34,15 @@ class Accuracy(Mean):
           ValueError: if the shapes do not belong together.
         """
         labels, predictions = jnp.asarray(labels), jnp.asarray(predictions)
-        if predictions.ndim == labels.ndim + 1:
+        scores = predictions.ndim == labels.ndim + 1 and predictions.shape[-1] > 1
+        if scores:
             predictions = predictions.argmax(-1)
-        if predictions.shape != labels.shape:
+        classes = jnp.issubdtype(predictions.dtype, jnp.integer) or predictions.dtype == bool
+        if predictions.shape != labels.shape or not classes:
             raise ValueError(
                 f"Accuracy got labels of shape {labels.shape} and predictions of shape "
-                f"{predictions.shape}: predictions are [batch, classes] scores or [batch] classes."
+                f"{predictions.shape} and dtype {predictions.dtype}. Predictions are scores "
+                "[batch, classes] of at least two classes, or classes [batch] as integers; labels "
+                "are classes [batch], not one-hot: take argmax(-1), or compare with a threshold."
             )
         super().update_state(predictions == labels, sample_weight)

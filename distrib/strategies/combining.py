@@ -47,7 +47,7 @@ class MeshCombiner:
             value = self._of_variable(value)
         if isinstance(value, PerReplica) and value.layout is Layout.LOCAL:
             return _reduce_in_program(op, value.local, axis)
-        if isinstance(value, PerReplica) and value.whole is not None:
+        if isinstance(value, PerReplica) and self._is_here(value.whole):
             stacked = value.layout is Layout.STACKED
             reducer = _whole_reducer(self._mesh, op, _frozen(axis), stacked)
             return uncommitted(local_shards(reducer(value.whole))[0].data)
@@ -61,6 +61,10 @@ class MeshCombiner:
         if variable.storage.per_replica and current_program() is None:
             return PerReplica(variable.values)
         return variable.value()
+
+    def _is_here(self, whole: jax.Array | None) -> bool:
+        """Tell whether a whole lies on this mesh, and not on another strategy's."""
+        return whole is not None and whole.sharding.mesh == self._mesh  # pyright: ignore[reportAttributeAccessIssue]
 
     def _brought(self, part: Any) -> Any:
         if isinstance(part, Tracer):  # In a merge function, of one replica or equal on all.

@@ -102,10 +102,16 @@ class Strategy:
           TracedValueError: if Python code in ``fn`` needs a value that exists only when the step
             runs.
           OutputError: if ``fn`` returns an object that is no array.
+          TypeError: if ``args`` is no tuple or list, or ``kwargs`` no dict.
           ValueError: if ``options`` is given.
         """
         if options is not None:
             raise ValueError(f"run takes no options yet, and got {options!r}.")
+        if not isinstance(args, tuple | list) or not isinstance(kwargs or {}, dict):
+            raise TypeError(
+                f"run takes args as a tuple and kwargs as a dict, and got a {type(args).__name__} "
+                f"and a {type(kwargs).__name__}: for one argument write args=(batch,)."
+            )
         self._require_cross_replica("run")
         extended = self._extended
         engine = extended.eager_engine if functions_run_eagerly() else extended.engine

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.serialization
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from distrib.context import current_program, in_cross_replica_context
 from distrib.random import replica_key
+from distrib.reduce_op import ReduceOp
 from distrib.variables import HoldsVariables, Variable, VariableAggregation, VariableTree
-
-_AGGREGATIONS = ("MEAN", "SUM", None)
 
 
 class TrainState(HoldsVariables):
@@ -27,10 +28,6 @@ class TrainState(HoldsVariables):
 
     Inside a step its fields are arrays, and ``jax.grad`` can differentiate with respect to
     ``state.params``. Outside they are arrays too, snapshots with all of their copies.
-
-    Attributes:
-      apply_fn: usually ``model.apply``.
-      tx: the Optax optimizer.
 
     >>> import distrib
     >>> strategy = distrib.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -47,6 +44,9 @@ class TrainState(HoldsVariables):
     0.5
     """
 
+    field_defaults: ClassVar[dict[str, Any]] = {}
+    """Extra fields that a subclass declares with a default, and the defaults."""
+
     def __init__(
         self,
         apply_fn: Callable[..., Any] | None,
@@ -54,11 +54,22 @@ class TrainState(HoldsVariables):
         trees: dict[str, VariableTree],
         step: Variable,
     ):
-        self.apply_fn = apply_fn
-        self.tx = tx
+        self._apply_fn = apply_fn
+        self._tx = tx
         self._trees = trees
         self._step = step
+        self._constants: dict[str, Any] = {}
         self._outside: Callable[..., Any] | None = None
+
+    def __init_subclass__(cls, **kwargs: Any):
+        """Take fields that a subclass declares, with or without a default, as extra fields."""
+        super().__init_subclass__(**kwargs)
+        defaults = dict(cls.field_defaults)
+        for name in vars(cls).get("__annotations__", {}):
+            if name in vars(cls):
+                defaults[name] = vars(cls)[name]
+                delattr(cls, name)
+        cls.field_defaults = defaults
 
     @classmethod
     def create(
@@ -79,22 +90,31 @@ class TrainState(HoldsVariables):
           tx: an Optax optimizer.
           batch_stats: a pytree of running statistics; what the replicas assign is averaged.
           keys: PRNG keys by name, such as ``{"dropout": jax.random.key(0)}``.
-          **extra: further pytrees, each a field of its own.
+          **extra: further fields: pytrees of arrays become variables; None, text, functions and
+            other constants are kept as they are.
 
         Raises:
-          ValueError: if an extra field has the name of one that there is.
+          ValueError: if an extra field has the name of a method or of a field that there is.
         """
-        for name in extra:
-            if hasattr(cls, name) or name in ("apply_fn", "tx"):
+        fields = {**cls.field_defaults, **extra}
+        given = {"batch_stats": batch_stats, "keys": keys}
+        for name, value in given.items():
+            default = fields.pop(name, None)
+            given[name] = default if value is None else value
+        for name in fields:
+            if hasattr(cls, name) or name in ("params", "opt_state", "step"):
                 raise ValueError(
                     f"TrainState has a field {name!r} already: give the extra one another name."
                 )
         mean = VariableAggregation.MEAN
         trees = {"params": VariableTree(params, "params", mean, trainable=True)}
         trees["opt_state"] = VariableTree(tx.init(trees["params"].value()), "opt_state")
-        for name, tree in {"batch_stats": batch_stats, "keys": keys, **extra}.items():
-            if tree is not None:
+        constants = {}
+        for name, tree in {**given, **fields}.items():
+            if _is_tree_of_arrays(tree):
                 trees[name] = VariableTree(tree, name)
+            elif name not in given:
+                constants[name] = tree
         step = Variable(
             0,
             dtype=jnp.int32,
@@ -102,11 +122,23 @@ class TrainState(HoldsVariables):
             name="step",
             aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
         )
-        return cls(apply_fn, tx, trees, step)
+        state = cls(apply_fn, tx, trees, step)
+        state._constants.update(constants)
+        return state
 
     def distributed_variables(self) -> list[Variable]:
         """Return all variables: parameters, optimizer state, the other trees, and the step."""
         return [v for tree in self._trees.values() for v in tree.variables] + [self._step]
+
+    @property
+    def apply_fn(self) -> Callable[..., Any] | None:
+        """What :meth:`create` was given, usually ``model.apply``."""
+        return self._apply_fn
+
+    @property
+    def tx(self) -> optax.GradientTransformation:
+        """The Optax optimizer."""
+        return self._tx
 
     @property
     def step(self) -> jax.Array:
@@ -144,16 +176,30 @@ class TrainState(HoldsVariables):
         return jax.tree.unflatten(tree.treedef, folded)
 
     def __getattr__(self, name: str) -> Any:
-        trees = self.__dict__.get("_trees", {})
+        trees, constants = self.__dict__.get("_trees", {}), self.__dict__.get("_constants", {})
         if name in trees:
             return trees[name].value()
+        if name in constants:
+            return constants[name]
         raise AttributeError(
             f"TrainState has no field {name!r}; its fields are step, apply_fn, tx, "
-            f"{', '.join(trees)}."
+            f"{', '.join((*trees, *constants))}."
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name in ("apply_fn", "tx", *self._fields()):
+            raise AttributeError(
+                f"TrainState.{name} cannot be set: compiled steps would go on with the old one. "
+                "Change values with state.replace(...), a learning rate through opt_state "
+                "(optax.inject_hyperparams); for another optimizer or function create a new state."
+            )
+        super().__setattr__(name, value)
+
+    def _fields(self) -> list[str]:
+        return ["step", *self.__dict__.get("_trees", {}), *self.__dict__.get("_constants", {})]
+
     def apply_gradients(
-        self, *, grads: Any, aggregation: str | None = "MEAN", **changes: Any
+        self, *, grads: Any, aggregation: ReduceOp | str | None = "MEAN", **changes: Any
     ) -> TrainState:
         """Combine gradients over the replicas, apply the optimizer once, and count the step.
 
@@ -161,10 +207,10 @@ class TrainState(HoldsVariables):
 
         Args:
           grads: a pytree like ``params``.
-          aggregation: ``"MEAN"``, each replica weighted by its examples, for a loss that is a mean
-            over the examples of the replica; ``"SUM"`` for a loss divided by the global batch; None
-            for gradients that have been combined already. Outside of a step there is nothing to
-            combine.
+          aggregation: the name, or a ``ReduceOp``: ``"MEAN"``, each replica weighted by its
+            examples, for a loss that is a mean over the examples of the replica; ``"SUM"`` for a
+            loss divided by the global batch; None for gradients that have been combined already.
+            Outside of a step there is nothing to combine.
           **changes: fields to :meth:`replace` as well, ``batch_stats=`` for one.
 
         Returns:
@@ -174,8 +220,7 @@ class TrainState(HoldsVariables):
           VariableError: if ``grads`` has another structure or other shapes than ``params``.
           ValueError: if ``aggregation`` is none of these.
         """
-        if aggregation not in _AGGREGATIONS:
-            raise ValueError(f"aggregation is {aggregation!r}, and must be 'MEAN', 'SUM' or None.")
+        aggregation = _aggregation_name(aggregation)
         params, opt_state = self._trees["params"], self._trees["opt_state"]
         operand = params.flatten(grads)
         program = current_program()
@@ -215,8 +260,6 @@ class TrainState(HoldsVariables):
         for name, value in changes.items():
             if name == "step":
                 self._step.assign(value)
-            elif name == "apply_fn" and current_program() is None:
-                self.apply_fn = value
             elif name in self._trees and name != "keys":
                 self._trees[name].assign(value)
             else:
@@ -227,9 +270,38 @@ class TrainState(HoldsVariables):
                 )
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
+        """Return a state with variables of its own, which further steps do not change."""
+        trees = {name: copy.deepcopy(tree, memo) for name, tree in self._trees.items()}
+        state = type(self)(self.apply_fn, self.tx, trees, copy.deepcopy(self._step, memo))
+        state.__dict__["_constants"].update(self._constants)
+        return state
+
     def __repr__(self) -> str:
         count = sum(v.size for v in self._trees["params"].variables)
         return f"<distrib.TrainState with {count:,} parameters: {', '.join(self._trees)}>"
+
+
+def _aggregation_name(aggregation: Any) -> str | None:
+    """Return "MEAN", "SUM" or None.
+
+    Raises:
+      ValueError: if ``aggregation`` names something else.
+    """
+    name = getattr(aggregation, "name", aggregation)
+    name = name.upper() if isinstance(name, str) else name
+    if name not in ("MEAN", "SUM", "NONE", None):
+        raise ValueError(f"aggregation is {aggregation!r}, and must be 'MEAN', 'SUM' or None.")
+    return None if name == "NONE" else name
+
+
+def _is_tree_of_arrays(tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree)
+    return tree is not None and all(
+        isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex)
+        and not isinstance(leaf, bool)
+        for leaf in leaves
+    )
 
 
 def _optimized(

@@ -128,12 +128,21 @@ class PerReplica(DistributedValues):
             pieces = [_drop_replica_axis(piece) for piece in pieces]
         return [uncommitted(piece) for piece in pieces]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def _refuse(self, *_: Any, **__: Any) -> Any:
         raise PerReplicaError(
-            "A PerReplica is one value for each replica, and was used as one array outside of a "
-            "replica. Use it inside strategy.run, or combine it first with strategy.reduce or "
-            "strategy.gather."
+            "A PerReplica is one value for each replica, and was used as one number or array "
+            "outside of a replica. Use it inside strategy.run, or combine it first: "
+            'strategy.reduce("MEAN", value, axis=None), strategy.gather(value, axis=0), or '
+            "strategy.experimental_local_results(value) for the components."
         )
+
+    __array__ = __float__ = __int__ = __bool__ = __getitem__ = __len__ = __iter__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __neg__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = item = mean = sum = _refuse
+
+    def __format__(self, specification: str) -> str:
+        return self._refuse() if specification else repr(self)
 
 
 class Mirrored(DistributedValues):

@@ -8,6 +8,7 @@ from distrib.variables.storage import (
     OnReadStorage,
     PlacedStorage,
     Storage,
+    cells_held,
     own_copy,
 )
 from distrib.variables.synchronization import VariableAggregation, VariableSynchronization
@@ -26,6 +27,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "VariableTree",
+    "cells_held",
     "is_variable",
     "live_variables",
     "own_copy",

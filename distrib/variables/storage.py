@@ -8,8 +8,10 @@ back.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -17,11 +19,37 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from distrib.errors import VariableError
+from distrib.errors import ContextError, VariableError
 from distrib.platform.jax_compat import uncommitted
 from distrib.platform.mesh import replicated, split
 from distrib.values import DistributedValues, Mirrored, PerReplica, local_shards
 from distrib.variables.synchronization import VariableAggregation
+
+_LOCK_SECONDS = 60.0
+_cells_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def cells_held() -> Iterator[None]:
+    """Keep other threads from reading and changing variables for the length of a ``with`` block.
+
+    A step takes the arrays of the variables that it writes, and puts new ones in their place. A
+    thread that came between would find them gone.
+
+    Raises:
+      ContextError: if another thread has held them for 60 s: a step is running, and waits for this
+        thread, which reads a variable in a callback of the step.
+    """
+    if not _cells_lock.acquire(timeout=_LOCK_SECONDS):
+        raise ContextError(
+            f"A variable was used for {_LOCK_SECONDS:.0f} s in vain while another thread ran a "
+            "step. If this is a callback of that step, pass it the value as an argument."
+        )
+    try:
+        yield
+    finally:
+        _cells_lock.release()
+
 
 # How often an array of a cell has been handed to the user. As long as this stands still, no step
 # need look for arrays that it must copy before it donates them.
@@ -45,15 +73,17 @@ class Cell:
     def lend(self) -> jax.Array:
         """Return the array to the user, and remember that it must outlive the next donation."""
         global _lendings
-        if not self.lent:
-            self.lent = True
-            _lendings += 1
-        return self.array
+        with cells_held():
+            if not self.lent:
+                self.lent = True
+                _lendings += 1
+            return self.array
 
     def put(self, array: jax.Array) -> None:
         """Replace the array with a new one that nobody else holds."""
-        self.array = array
-        self.lent = False
+        with cells_held():
+            self.array = array
+            self.lent = False
 
 
 class LentCells:
@@ -152,9 +182,10 @@ class MirroredStorage:
     def assign(self, value: Any, combine: str) -> Mirrored:
         """Assign to every copy; a per-replica value gives each copy its own component."""
         placed = self._placed(value)
-        if combine != "assign":
-            placed = _combined(self.cell.array, placed, combine)
-        self.cell.put(placed)
+        with cells_held():
+            if combine != "assign":
+                placed = _combined(self.cell.array, placed, combine)
+            self.cell.put(placed)
         return Mirrored.from_whole(self.cell.lend())
 
     def _placed(self, value: Any) -> jax.Array:
@@ -235,9 +266,10 @@ class OnReadStorage:
             rows = self._spread(_share(jnp.asarray(value), self._size))
         else:
             rows = self._spread(jnp.asarray(value))
-        if combine != "assign":
-            rows = _combined(self.cell.array, rows, combine)
-        self.cell.put(rows)
+        with cells_held():
+            if combine != "assign":
+                rows = _combined(self.cell.array, rows, combine)
+            self.cell.put(rows)
         return PerReplica.stacked(self.cell.lend())
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from distrib.context import current_program, get_strategy, in_cross_replica_context
 from distrib.errors import VariableError
@@ -66,7 +67,9 @@ class Variable(ArrayOperators):
         value = initial_value() if callable(initial_value) else initial_value
         if isinstance(value, Variable | Mirrored):
             value = np.asarray(value)
+        # As an array of a definite dtype: a Python number would stay free to become any other.
         value = jnp.asarray(value, dtype=dtype)
+        value = lax.convert_element_type(value, value.dtype)
         self._synchronization, self._aggregation, self._trainable = check_modes(
             synchronization, aggregation, trainable, value.dtype, name
         )
@@ -220,6 +223,19 @@ class Variable(ArrayOperators):
                 )
             array = array.astype(self._dtype)
         return array
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        """Return a new variable of the same strategy, with equal copies."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.serial = next(_serial)
+        components = self.values
+        other.storage = self._strategy.extended.create_storage(
+            components[0], self._synchronization, self._aggregation, self._name
+        )
+        other.storage.put_components(components)
+        _live.add(other)
+        return other
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.value(), dtype=dtype)

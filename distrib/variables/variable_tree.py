@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import jax
@@ -49,6 +50,13 @@ class VariableTree:
                     aggregation=aggregation if floating else VariableAggregation.ONLY_FIRST_REPLICA,
                 )
             )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VariableTree:
+        """Return a tree of new variables with equal values."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.variables = [copy.deepcopy(v, memo) for v in self.variables]
+        return other
 
     def value(self) -> Any:
         """Return the tree of current values.

@@ -212,10 +212,10 @@ def test_an_output_that_no_replica_can_hand_back_is_named():
 
 def test_a_variable_in_the_output_is_not_kept_alive():
     strategy = mirrored(2)
-    v = variables(strategy, "v")
-    output = lifted(strategy, lambda x: v, X).output
-    alive = weakref.ref(v)
-    del v
+    held = [variables(strategy, "v")]
+    output = lifted(strategy, lambda x: held[0], X).output
+    assert output([]) is held[0]
+    alive = weakref.ref(held.pop())
     gc.collect()
     assert alive() is None
     assert output([]) is None

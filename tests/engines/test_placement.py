@@ -153,7 +153,7 @@ def test_in_the_program_nothing_is_left_to_apply():
 
 
 def updates_of(v, w):
-    """v <- v + x; then w <- v * y, which sees the new v."""
+    """Return v <- v + x, then w <- v * y, which sees the new v."""
     tree = jax.tree.structure
     return [
         (Update((v,), lambda olds, x: [olds[0] + x], None), tree(0), 1),

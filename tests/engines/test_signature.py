@@ -95,7 +95,12 @@ def test_arrays_by_shape_and_dtype(shape, dtype):
 
 @pytest.mark.parametrize(
     ("double", "held"),
-    [(np.float64, "float32"), (np.int64, "int32"), (np.uint64, "uint32"), (np.complex128, "complex64")],
+    [
+        (np.float64, "float32"),
+        (np.int64, "int32"),
+        (np.uint64, "uint32"),
+        (np.complex128, "complex64"),
+    ],
 )
 def test_doubles_are_what_jax_holds_of_them(double, held):
     assert held_dtype(np.dtype(double)) == held

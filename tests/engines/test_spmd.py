@@ -127,9 +127,7 @@ def test_what_a_step_returned_is_not_the_variable_itself():
 
 
 def compilations(caplog):
-    return [
-        r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()
-    ]
+    return [r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -210,7 +208,9 @@ def test_a_step_that_is_made_by_hand():
 
 def test_how_leaves_lie_on_the_mesh():
     form = jax.ShapeDtypeStruct((2,), jnp.float32)
-    everywhere, *rest = (Leaf(kind, None, form).spec for kind in (Kind.EVERYWHERE, Kind.SPLIT, Kind.UNEVEN))
+    everywhere, *rest = (
+        Leaf(kind, None, form).spec for kind in (Kind.EVERYWHERE, Kind.SPLIT, Kind.UNEVEN)
+    )
     assert everywhere == jax.sharding.PartitionSpec()
     assert rest == [jax.sharding.PartitionSpec("replica")] * 2
 

@@ -257,3 +257,46 @@ def test_a_step_that_fails_for_every_shape_fails_with_its_own_error():
 
 def _fail(x):
     raise ValueError("mine")
+
+
+def test_a_number_may_differ_by_shape():
+    strategy = mirrored(3)
+    total, count = strategy.run(lambda x: (x.sum(), len(x)), args=(pieces(strategy, range(7)),))
+    assert local(strategy, total) == [3, 12, 6]
+    assert count.values == (3, 3, 1)
+
+    def flattened(x):
+        return x.reshape(x.shape[0], -1), len(x), "text"
+
+    strategy = mirrored(4)
+    _, count, text = strategy.run(flattened, args=(pieces(strategy, range(5)),))
+    assert count.values == (2, 2, 1, 0)
+    assert text == "text"
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4, 8])
+def test_synchronised_statistics_have_the_gradient_of_the_batch_for_losses_that_are_summed(
+    replicas,
+):
+    values = jnp.array([1.0, 2.0, 3.0, 10.0, 20.0])
+    strategy = mirrored(replicas)
+
+    def losses(w, x, mean):
+        return ((w * x - mean(w * x)) ** 2) * x
+
+    expected = jax.grad(lambda w: losses(w, values, jnp.mean).mean())(1.5)
+    with strategy.scope():
+        state = distrib.TrainState.create(apply_fn=None, params={"w": 1.5}, tx=optax.sgd(1.0))
+
+    def step(x):
+        def mean(v):
+            return jax.lax.pmean(v.mean(), distrib.REPLICA_AXIS)
+
+        def loss(params):
+            return distrib.nn.compute_average_loss(losses(params["w"], x, mean))
+
+        state.apply_gradients(grads=jax.grad(loss)(state.params), aggregation="SUM")
+
+    strategy.run(step, args=(pieces(strategy, values),))
+    np.testing.assert_allclose(1.5 - state.params["w"], expected, rtol=1e-5)
+    strategy.extended.assert_mirrored(state)

@@ -231,7 +231,9 @@ def test_generators_from_a_function(options):
 def test_get_next():
     strategy = mirrored_once(2)
     iterator = iter(strategy.experimental_distribute_dataset([np.arange(2), np.arange(2) + 2]))
-    firsts = [parts(strategy, element)[0].tolist() for element in (next(iterator), iterator.get_next())]
+    firsts = [
+        parts(strategy, element)[0].tolist() for element in (next(iterator), iterator.get_next())
+    ]
     assert firsts == [[0], [2]]
     for _ in range(2):
         message = "End of sequence: a list of 2 batches has no more elements"

@@ -93,7 +93,9 @@ def test_pieces_of_the_replicas_own(pieces, layout):
 def test_what_no_device_can_hold_is_named(dtype, count):
     batch = {"x": np.arange(2), "tags": np.array(["a", "b"], dtype)}
     for place in (placer(count).split, lambda b: placer(count).pieces([b] * count)):
-        with pytest.raises(InputError, match="The batch holds tags of dtype .* keep it on the host"):
+        with pytest.raises(
+            InputError, match="The batch holds tags of dtype .* keep it on the host"
+        ):
             place(batch)
 
 

@@ -144,7 +144,7 @@ class SpmdEngine:
                 even_body(step, entering, size),
                 even_finish(step, size),
             ),
-            (*step.reads, *step.writes),
+            step.touched,
         )
 
 

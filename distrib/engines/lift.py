@@ -30,7 +30,7 @@ from distrib.engines.nnx_objects import (
     put_together,
 )
 from distrib.engines.program import Program, UnknownVariable, Update, local_value
-from distrib.engines.varying import varying_outputs
+from distrib.engines.varying import used_inputs, varying_outputs
 from distrib.engines.weights import ExampleWeights
 from distrib.errors import OutputError, TracedValueError, VariableError
 from distrib.platform import uncommitted
@@ -75,7 +75,7 @@ class Lifted:
       jaxpr: ``(leaves, NNX arrays, variables) -> (outputs, NNX changes, new values or operands)``,
         all flat, for one replica.
       variables: the variables that are inputs of ``jaxpr``, read or not.
-      reads: those of them that the step reads.
+      reads: those of them on whose old values something depends.
       writes: those that it changes in the program: their new values are outputs.
       updates: what is left to be applied outside of the program, its operands being outputs.
       output: from the array outputs to what the function returned.
@@ -95,6 +95,19 @@ class Lifted:
     nnx_changes: tuple[int, ...]
     num_nnx: int
     sums_losses: bool
+
+    @property
+    def touched(self) -> list[Variable]:
+        """The variables that the step reads or changes, wherever its updates are applied."""
+        updated = [v for update, _, _ in self.updates for v in update.variables]
+        return [*self.reads, *self.writes, *updated]
+
+
+def stand_in(variable: Variable) -> Any:
+    """Return what takes the place of a variable on whose value nothing depends."""
+    if jnp.issubdtype(variable.dtype, jax.dtypes.prng_key):
+        return jax.random.key(0)
+    return jnp.zeros(variable.shape, variable.dtype)
 
 
 class _Trace:
@@ -209,10 +222,11 @@ def _trace(
         raise RuntimeError("the step was not traced")
     if call.nnx and num_replicas > 1:
         _check_nnx_agree(jaxpr, call, trace, variables)
+    used_variables = used_inputs(jaxpr.jaxpr)[num_leaves + num_nnx :]
     return Lifted(
         jaxpr=jaxpr,
         variables=tuple(variables),
-        reads=tuple(program.reads.values()),
+        reads=tuple(v for v, used in zip(variables, used_variables, strict=True) if used),
         writes=trace.writes,
         updates=tuple(trace.updates),
         output=trace.output,

@@ -113,7 +113,6 @@ class Program:
         self._weights = weights
         self._token = trace_token()
         self._current: dict[int, Any] = {}
-        self.reads: dict[int, Variable] = {}
         self.writes: dict[int, Variable] = {}
         self.updates: list[Update] = []
         self.sums_losses = False
@@ -135,7 +134,6 @@ class Program:
         key = id(variable)
         if key not in self._inputs:
             raise UnknownVariable(variable)
-        self.reads[key] = variable
         return self._inputs[key][1]
 
     def _entry(self, variable: Variable) -> Any:

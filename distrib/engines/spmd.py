@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from distrib.engines.interrupts import InterruptsDeferred
-from distrib.engines.lift import Lifted
+from distrib.engines.lift import Lifted, stand_in
 from distrib.engines.placement import UpdatePlacement
 from distrib.engines.signature import Kind
 from distrib.engines.varying import calls_back
@@ -217,8 +217,8 @@ def even_body(lifted: Lifted, leaves: Sequence[Leaf], num_replicas: int) -> Body
 
     def body(values: dict[int, Any], arrays: list, nnx: list) -> tuple[list, list, list]:
         inputs = [entered_form(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
-        # A variable that the step does not read stands in no equation: any value will do.
-        inputs += [*nnx, *(values.get(id(v), 0) for v in lifted.variables)]
+        inputs += nnx
+        inputs += [values[id(v)] if id(v) in values else stand_in(v) for v in lifted.variables]
         results = jaxpr_function(lifted.jaxpr)(*inputs)
         outputs = results[: lifted.num_outputs]
         if num_replicas > 1:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from distrib.engines.grouped_outputs import finisher
 from distrib.engines.groups import Forms, Group, Lift
+from distrib.engines.lift import stand_in
 from distrib.engines.meetings import (
     Direction,
     acts,
@@ -121,7 +122,10 @@ class Together:
                 inputs.append(array[0][tuple(slice(0, d) for d in form.shape)])
             else:
                 inputs.append(entered_form(array, leaf))
-        inputs += [*nnx, *(values.get(id(v), 0) for v in self._steps[g].variables)]
+        inputs += nnx
+        inputs += [
+            values[id(v)] if id(v) in values else stand_in(v) for v in self._steps[g].variables
+        ]
         environment = self._cuts[g].constants()
         environment.update(zip(self._cuts[g].inputs, inputs, strict=True))
         return environment

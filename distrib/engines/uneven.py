@@ -63,7 +63,7 @@ def make_step(
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     together = Together(groups, group_of, entering, lifted, on_cpu=on_cpu)
     step = Step(steps[0], entering, mesh, placement, together.body, together.finish())
-    return step, (*steps[0].reads, *steps[0].writes)
+    return step, steps[0].touched
 
 
 def _forms(leaves: Sequence[Any], keys: Sequence[tuple[Kind, Any]], replica: int) -> Forms:

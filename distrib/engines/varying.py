@@ -77,3 +77,12 @@ def calls_back(jaxpr: Any) -> bool:
     """Tell whether a program calls functions of the host while it runs."""
     names = ("pure_callback", "io_callback", "debug_callback", "debug_print")
     return any(mentions(equation, name) for equation in jaxpr.eqns for name in names)
+
+
+def used_inputs(jaxpr: Any) -> list[bool]:
+    """Tell for each input of a program whether an output or an effect depends on it."""
+    wanted = {atom for atom in jaxpr.outvars if not hasattr(atom, "val")}
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or any(v in wanted for v in equation.outvars):
+            wanted.update(atom for atom in equation.invars if not hasattr(atom, "val"))
+    return [v in wanted for v in jaxpr.invars]

@@ -66,6 +66,63 @@ def test_an_attribute_is_followed_when_the_old_object_dies(strategy):
     assert float(trainer.v) == 1.0
 
 
+@pytest.mark.parametrize("keep_old", [True, False])
+def test_an_attribute_a_key_and_an_item_are_followed(strategy, keep_old):
+    class Trainer:
+        pass
+
+    def by_attribute():
+        trainer.v.assign_add(jnp.asarray(1.0))
+
+    def by_key():
+        table["v"].assign_add(jnp.asarray(1.0))
+
+    def by_item():
+        items[0].assign_add(jnp.asarray(1.0))
+
+    trainer, table, items, old = Trainer(), {}, [None], []
+    for step, put, get in (
+        (by_attribute, lambda v: setattr(trainer, "v", v), lambda: trainer.v),
+        (by_key, lambda v: table.update(v=v), lambda: table["v"]),
+        (by_item, lambda v: items.__setitem__(0, v), lambda: items[0]),
+    ):
+        for _ in range(3):
+            put(counter(strategy))
+            strategy.run(step)
+            assert float(get()) == 1.0
+            if keep_old:
+                old.append(get())
+    assert all(float(v) == 1.0 for v in old)
+
+
+def test_an_object_that_a_method_belongs_to_is_followed(strategy):
+    class Trainer:
+        def step(self):
+            self.v.assign_add(jnp.asarray(1.0))
+
+    trainer = Trainer()
+    trainer.v = first = counter(strategy)
+    strategy.run(trainer.step)
+    trainer.v = second = counter(strategy)
+    strategy.run(trainer.step)
+    assert (float(first), float(second)) == (1.0, 1.0)
+
+
+def test_an_object_among_the_arguments_is_followed(strategy):
+    class Holder:
+        pass
+
+    def step(holder):
+        holder.v.assign_add(jnp.asarray(1.0))
+
+    holder = Holder()
+    holder.v = first = counter(strategy)
+    strategy.run(step, args=(holder,))
+    holder.v = second = counter(strategy)
+    strategy.run(step, args=(holder,))
+    assert (float(first), float(second)) == (1.0, 1.0)
+
+
 def test_only_names_that_hold_variables_are_captured(strategy):
     v, number, array = counter(strategy), 3, jnp.ones(2)
 

@@ -1,5 +1,8 @@
 """The train state under every strategy, and without one."""
 
+import copy
+from typing import Any
+
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -266,11 +269,17 @@ def test_replace_outside(make_strategy):
     assert flat(state.params) == [9.0, 9.0, 9.0]
     assert (float(state.ema), int(state.step)) == (3.0, 4)
     strategy.extended.assert_mirrored(state)
-    state.replace(apply_fn=len)
-    assert state.apply_fn is len
 
 
-@pytest.mark.parametrize("field", ["loss", "keys", "tx"])
+@pytest.mark.parametrize("field", ["params", "step", "ema", "tx", "apply_fn"])
+def test_a_field_cannot_be_set(field):
+    """It would be lost, or ignored by the steps that are compiled already."""
+    state = create(mirrored(2), ema=jnp.zeros(()))
+    with pytest.raises(AttributeError, match=f"TrainState.{field} cannot be set.*state.replace"):
+        setattr(state, field, None)
+
+
+@pytest.mark.parametrize("field", ["loss", "keys", "tx", "apply_fn"])
 def test_replace_cannot_change(field):
     state = create(mirrored(2), ema=jnp.zeros(()), keys={"dropout": jax.random.key(0)})
     with pytest.raises(
@@ -456,3 +465,45 @@ def test_restoring_a_state_of_another_structure_names_what_is_missing():
     state = create(mirrored(2), params={"other": jnp.zeros(3)})
     with pytest.raises(ValueError, match="other"):
         flax.serialization.from_bytes(state, saved)
+
+
+# Subclasses, as they are written with Flax.
+
+
+class WithDefaults(distrib.TrainState):
+    batch_stats: Any = None
+    ema: Any = None
+    label: str = "none"
+
+
+def test_a_subclass_may_declare_fields_with_defaults():
+    make = {"apply_fn": None, "params": {"w": 0.0}, "tx": optax.sgd(1.0)}
+    state = WithDefaults.create(**make)
+    assert (state.batch_stats, state.ema, state.label) == (None, None, "none")
+    state = WithDefaults.create(**make, batch_stats={"m": jnp.zeros(2)}, ema=1.5, label="net")
+    assert state.batch_stats["m"].shape == (2,)
+    assert (float(state.ema), state.label) == (1.5, "net")
+
+
+def test_a_deep_copy_is_another_state():
+    strategy = mirrored(2)
+    with strategy.scope():
+        state = distrib.TrainState.create(
+            apply_fn=None, params={"w": 1.0}, tx=optax.adam(0.1), keys={"k": jax.random.key(0)}
+        )
+    best = copy.deepcopy(state)
+    strategy.run(lambda: state.apply_gradients(grads={"w": jnp.float32(1.0)}))
+    assert (float(best.params["w"]), int(best.step)) == (1.0, 0)
+    assert float(state.params["w"]) < 1.0
+    strategy.extended.assert_mirrored(best)
+
+
+def test_aggregation_is_named_as_elsewhere():
+    strategy = mirrored(2)
+    for aggregation in ("mean", "MEAN", distrib.ReduceOp.MEAN, distrib.VariableAggregation.MEAN):
+        state = create(strategy)
+        strategy.run(
+            lambda s, a: s.apply_gradients(grads=gradients(1.0), aggregation=a),
+            args=(state, aggregation),
+        )
+        assert int(state.step) == 1

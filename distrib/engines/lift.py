@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import flax.errors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -209,6 +210,12 @@ def _trace(
     forms += [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
     try:
         jaxpr = jax.make_jaxpr(flat_step, axis_env=[(REPLICA_AXIS, axis_size)])(*forms)
+    except flax.errors.TraceContextError as error:
+        error.add_note(
+            "distrib: a step can change an NNX object that it is given, not one that it finds by "
+            "name: strategy.run(step, args=(model, optimizer, ...))."
+        )
+        raise
     except _NEEDS_A_VALUE as error:
         raise _traced_value_error(error) from error
     except jax.errors.UnexpectedTracerError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -129,6 +130,7 @@ def _refuse_what_gives_no_batches(dataset: Any) -> None:
     if callable(dataset) and not has_iter:
         raise InputError(
             f"the dataset is a {name}, which can be called but not iterated: call it, or pass a "
+            "generator function without arguments, which is called for each epoch, or pass a "
             "function of an InputContext to distribute_datasets_from_function."
         )
     is_text = isinstance(dataset, (str, bytes, bytearray))
@@ -139,6 +141,10 @@ def _refuse_what_gives_no_batches(dataset: Any) -> None:
 
 
 def _iterable_source(dataset: Any) -> Source:
+    if inspect.isgeneratorfunction(dataset):
+        return IterableSource(
+            dataset, kind="iterable", description=f"the generator function {dataset.__name__}"
+        )
     _refuse_what_gives_no_batches(dataset)
     name = type(dataset).__name__
     if hasattr(type(dataset), "__next__") and iter(dataset) is dataset:

@@ -51,8 +51,16 @@ class ArrayOperators:
     __ne__, _ = _binary(operator.ne)
     # Comparison is by element, as of arrays; identity is what dictionaries and sets need.
     __hash__ = object.__hash__
-    # Without this, a NumPy array on the left would take the operator for each of its elements.
-    __array_ufunc__ = None
+    __lshift__, __rlshift__ = _binary(operator.lshift)
+    __rshift__, __rrshift__ = _binary(operator.rshift)
+    __divmod__, __rdivmod__ = _binary(divmod)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """Apply a NumPy function as JAX does, in a step too: ``np.sin(v)``, ``array + v``."""
+        function = getattr(jnp, ufunc.__name__, None)
+        if method != "__call__" or function is None or options:
+            return NotImplemented
+        return function(*map(operand, inputs))
 
     def __neg__(self) -> jax.Array:
         return -self.value()
@@ -84,6 +92,12 @@ class ArrayOperators:
     def __int__(self) -> int:
         return int(self.value())
 
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(self.value(), digits or 0)
+
+    def __format__(self, specification: str) -> str:
+        return format(self.value(), specification) if specification else repr(self)
+
     def __index__(self) -> int:
         return operator.index(self.value())
 
@@ -100,10 +114,31 @@ class ArrayOperators:
         """Return the value in another shape."""
         return jnp.reshape(self.value(), shape[0] if len(shape) == 1 else shape)
 
-    def sum(self, axis: Any = None) -> jax.Array:
-        """Return the sum over ``axis``."""
-        return self.value().sum(axis)
+    @property
+    def at(self) -> Any:
+        """The helper for updated copies, ``v.at[i].set(x)``; the variable stays what it is."""
+        return self.value().at
 
-    def mean(self, axis: Any = None) -> jax.Array:
-        """Return the mean over ``axis``."""
-        return self.value().mean(axis)
+    def item(self) -> Any:
+        """Return the only element as a Python number."""
+        return self.value().item()
+
+    def tolist(self) -> Any:
+        """Return the elements as nested lists of Python numbers."""
+        return self.value().tolist()
+
+    def sum(self, axis: Any = None, **options: Any) -> jax.Array:
+        """Return the sum over ``axis``; options are those of ``jnp.sum``."""
+        return self.value().sum(axis, **options)
+
+    def mean(self, axis: Any = None, **options: Any) -> jax.Array:
+        """Return the mean over ``axis``; options are those of ``jnp.mean``."""
+        return self.value().mean(axis, **options)
+
+    def max(self, axis: Any = None, **options: Any) -> jax.Array:
+        """Return the largest element over ``axis``; options are those of ``jnp.max``."""
+        return self.value().max(axis, **options)
+
+    def min(self, axis: Any = None, **options: Any) -> jax.Array:
+        """Return the smallest element over ``axis``; options are those of ``jnp.min``."""
+        return self.value().min(axis, **options)

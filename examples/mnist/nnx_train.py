@@ -65,8 +65,8 @@ def train_step(
         return losses.mean(), losses
 
     gradients, losses = nnx.grad(mean_loss, has_aux=True)(model)
-    # Each replica counts the same here; the train state of train.py weights them by examples.
-    gradients = distrib.get_replica_context().all_reduce("MEAN", gradients)
+    # Over the examples of all replicas; the train state of train.py does this by itself.
+    gradients = distrib.nn.mean_over_examples(gradients)
     optimizer.update(model, gradients)
     return losses
 

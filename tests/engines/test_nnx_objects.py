@@ -1,5 +1,6 @@
 """Flax NNX modules and optimizers as arguments of a step."""
 
+import flax.errors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -216,3 +217,35 @@ def test_a_module_in_a_tree_of_arguments():
         lambda inputs, x: inputs["model"](x) * inputs["scale"], args=(arguments, jnp.ones((1, 3)))
     )
     np.testing.assert_allclose(result.values[0], 2 * model(jnp.ones((1, 3))), rtol=1e-6)
+
+
+def test_an_object_that_is_found_by_name_is_refused():
+    """Its values would be constants of the program, stale after the next change."""
+    strategy = mirrored(2)
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    with pytest.raises(errors.VariableError, match=r"NNX object 'model'.*args=\(model, ...\)"):
+        strategy.run(lambda x: model(x).sum(), args=(jnp.ones((1, 2)),))
+
+
+def test_an_object_that_is_found_by_name_cannot_be_changed():
+    strategy = mirrored(2)
+    count = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    with pytest.raises(flax.errors.TraceContextError) as caught:
+        strategy.run(lambda x: count(x), args=(jnp.ones((3, 2)),))
+    assert "strategy.run(step, args=(model, optimizer, ...))" in caught.value.__notes__[0]
+
+
+def test_gradients_weighted_by_examples_on_an_uneven_batch():
+    """Y = w * x, x = 1, 2, 6 on two replicas: the gradient of the mean is 3."""
+    strategy = mirrored(2)
+    (batch,) = strategy.experimental_distribute_dataset([np.array([[1.0], [2.0], [6.0]])])
+    model = nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0))
+    model.kernel[...] = jnp.zeros((1, 1))
+    optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda model: model(x).mean())(model)
+        optimizer.update(model, distrib.nn.mean_over_examples(grads))
+
+    strategy.run(step, args=(model, optimizer, batch))
+    np.testing.assert_allclose(model.kernel[...], [[-3.0]])

@@ -267,7 +267,7 @@ def test_tf_data():
         ({"x": np.zeros(2)}, "the dataset is a dict, .* pass batch_size="),
         (np.zeros(2), "the dataset is a ndarray, .* pass batch_size="),
         (jnp.zeros(2), "the dataset is a ArrayImpl, .* pass batch_size="),
-        (_batches, "the dataset is a function, .* distribute_datasets_from_function"),
+        (len, "the dataset is a builtin_function_or_method, .* distribute_datasets_from_function"),
         (FakeTorchDataset(), "the dataset is a torch Dataset, .* wrap it"),
         (None, "the dataset is a NoneType, which cannot be iterated .* pass a pytree of arrays"),
         (3, "the dataset is a int, which cannot be iterated"),
@@ -288,3 +288,14 @@ def test_options_of_arrays_are_refused_for_batches(options):
         as_source([np.arange(2)], **options)
     with pytest.raises(InputError, match=f"{name} .* set it where a Grain .* is made"):
         as_source(grain.MapDataset.range(4).batch(2), **options)
+
+
+def test_a_generator_function_is_called_for_each_epoch():
+    def batches():
+        yield np.arange(2)
+        yield np.arange(1)
+
+    source = as_source(batches)
+    assert not source.one_shot
+    assert source.describe() == "the generator function batches"
+    assert _lists(source) == _lists(source) == [[0, 1], [0]]

@@ -113,3 +113,26 @@ def test_operators_in_a_replica_use_its_own_value(strategy):
 
     assert [float(x) for x in strategy.run(step).values] == [10.0, 20.0]
     assert float(v * 10) == 30.0
+
+
+def test_numpy_functions_and_methods_of_arrays():
+    v = distrib.Variable([[1.0, 4.0], [9.0, 16.0]])
+    np.testing.assert_allclose(np.sqrt(v), [[1, 2], [3, 4]])
+    np.testing.assert_allclose(np.matmul(np.eye(2, dtype=np.float32), v), v.numpy())
+    np.testing.assert_allclose(np.sum(v, axis=0), [10, 20])
+    assert (float(np.max(v)), float(v.min()), float(np.mean(v))) == (16.0, 1.0, 7.5)
+    assert v.at[0, 0].set(5.0)[0, 0] == 5.0
+    assert v.tolist() == [[1.0, 4.0], [9.0, 16.0]]
+    one = distrib.Variable(2.5)
+    assert (one.item(), f"{one:.2f}", float(round(one))) == (2.5, "2.50", 2.0)
+    two = distrib.Variable(5)
+    assert [int(x) for x in divmod(two, 2)] == [2, 1]
+    assert (int(two << 1), int(20 >> two)) == (10, 0)
+
+
+def test_numpy_functions_in_a_step():
+    strategy = distrib.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        v = distrib.Variable([1.0, 4.0])
+    result = strategy.run(lambda: np.sqrt(v) + np.ones(2, np.float32) * v)
+    np.testing.assert_allclose(result.values[0], [2, 6])

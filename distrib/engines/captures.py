@@ -7,6 +7,7 @@ anew, or it would go on training the old one.
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ _DEPTH = 4
 _WIDTH = 2000
 # Nothing inside of these leads to a variable that a step could be made to find by another way.
 _CLOSED = (types.ModuleType, type, jax.Array, np.ndarray, str, bytes, int, float, complex)
+_LIBRARIES = ("distrib", "jax", "jaxlib", "flax", "optax", "numpy", "absl")
 
 
 class Capture:
@@ -43,20 +45,30 @@ class Capture:
         """Tell whether the same objects stand under the keys."""
         try:
             return tuple(map(id, map(self._look_up, self._keys))) == self._found
-        except (LookupError, TypeError, ValueError):
+        except (AttributeError, LookupError, TypeError, ValueError):
             return False
 
 
 def captures(fn: Callable[..., Any], arguments: Sequence[Any] = ()) -> list[Capture]:
     """Return the keys by which ``fn``, or a function of its module that it calls, finds variables.
 
+    None of them keeps ``fn`` or an argument alive.
+
     Args:
       fn: a function, a method or another callable.
       arguments: objects that it is given and may search as well.
     """
     search = _Search()
-    for root in (fn, *arguments):
-        search.leads_to_variables(root, 0)
+    if isinstance(fn, types.MethodType):
+        # A bound method is made at each look-up; the instance and the function last.
+        arguments = [fn.__self__, fn.__func__, *arguments]
+    else:
+        arguments = [fn, *arguments]
+    for root in arguments:
+        try:
+            search.leads_to_variables(weakref.ref(root), root, 0)
+        except TypeError:
+            continue  # What takes no weak reference is a plain value, and part of the signature.
     return search.captures
 
 
@@ -68,56 +80,62 @@ class _Search:
         self._known: dict[int, bool] = {}
         self._kept: list[Any] = []
 
-    def leads_to_variables(self, value: Any, depth: int) -> bool:
-        """Tell whether variables are found in ``value``, and record by which keys."""
+    def leads_to_variables(self, reach: Callable[[], Any], value: Any, depth: int) -> bool:
+        """Tell whether variables are found in ``value``, and record by which keys.
+
+        Args:
+          reach: returns ``value`` anew, without holding it.
+          value: the object to look into.
+          depth: how far it is from the function.
+        """
         if isinstance(value, Variable | HoldsVariables):
             return True
-        if isinstance(value, _CLOSED) or depth > _DEPTH or len(self._known) > _WIDTH:
+        if _is_closed(value) or depth > _DEPTH or len(self._known) > _WIDTH:
             return False
         if id(value) not in self._known:
             self._known[id(value)] = False  # While it is walked, for objects that hold one another.
             self._kept.append(value)  # So that no other object gets its identity meanwhile.
-            found = [self._record(place, depth + 1) for place in _places(value)]
+            found = [self._record(*place, depth + 1) for place in _places(reach, value)]
             self._known[id(value)] = any(found)
         return self._known[id(value)]
 
-    def _record(self, place: tuple[Callable[[Any], Any], Sequence[Any]], depth: int) -> bool:
-        look_up, keys = place
-        leading = [key for key in keys if self.leads_to_variables(look_up(key), depth)]
+    def _record(self, look_up: Callable[[Any], Any], keys: Sequence[Any], depth: int) -> bool:
+        leading = [
+            key
+            for key in keys
+            if self.leads_to_variables(functools.partial(look_up, key), look_up(key), depth)
+        ]
         if leading:
             self.captures.append(Capture(look_up, leading))
         return bool(leading)
 
 
-def _places(value: Any) -> Iterator[tuple[Callable[[Any], Any], Sequence[Any]]]:
+def _is_closed(value: Any) -> bool:
+    if isinstance(value, _CLOSED):
+        return True
+    plain = isinstance(value, types.FunctionType | types.MethodType | dict | list | tuple)
+    return not plain and type(value).__module__.partition(".")[0] in _LIBRARIES
+
+
+def _places(
+    reach: Callable[[], Any], value: Any
+) -> Iterator[tuple[Callable[[Any], Any], Sequence[Any]]]:
     """Return the ways into an object: how a key is looked up, and the keys that there are."""
     if isinstance(value, types.FunctionType):
         module = value.__globals__
         names = [name for name in _global_names(value.__code__) if name in module]
         own = [name for name in names if not _of_another_module(module[name], module)]
-        yield module.__getitem__, own
-        cells = {i: cell for i, cell in enumerate(value.__closure__ or ()) if _is_filled(cell)}
-        yield lambda i: cells[i].cell_contents, list(cells)
+        yield (lambda name: reach().__globals__[name]), own
+        cells = [i for i, cell in enumerate(value.__closure__ or ()) if _is_filled(cell)]
+        yield (lambda i: reach().__closure__[i].cell_contents), cells
     elif isinstance(value, types.MethodType):
-        # The instance is what the program is kept for; a bound method is made at each look-up.
-        held_weakly = _weak(value.__self__)
-        yield lambda _: held_weakly(), [None]
-        function = value.__func__
-        yield lambda _: function, [None]
+        yield (lambda name: getattr(reach(), name)), ["__self__", "__func__"]
     elif isinstance(value, dict):
-        yield value.__getitem__, list(value)
+        yield (lambda key: reach()[key]), list(value)
     elif isinstance(value, list | tuple):
-        yield value.__getitem__, range(len(value))
+        yield (lambda index: reach()[index]), range(len(value))
     elif hasattr(value, "__dict__") and isinstance(vars(value), dict):
-        held_weakly = _weak(value)
-        yield lambda name: vars(held_weakly())[name], list(vars(value))
-
-
-def _weak(value: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return lambda: value
+        yield (lambda name: vars(reach())[name]), list(vars(value))
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -1,5 +1,8 @@
 """A step follows the names by which it finds variables."""
 
+import gc
+import weakref
+
 import jax.numpy as jnp
 import pytest
 
@@ -131,3 +134,24 @@ def test_only_names_that_hold_variables_are_captured(strategy):
 
     assert len(captures(step)) == 1
     assert captures(len) == []
+
+
+def test_a_function_that_its_closure_leads_back_to_is_not_kept_alive(strategy):
+    class Trainer:
+        pass
+
+    def make():
+        trainer = Trainer()
+        trainer.v = counter(strategy)
+        table = {"trainer": trainer}
+
+        def step():
+            table["trainer"].v.assign_add(jnp.asarray(1.0))
+
+        trainer.step = table["step"] = step
+        strategy.run(step)
+        return weakref.ref(step), weakref.ref(trainer), weakref.ref(trainer.v)
+
+    references = make()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3

@@ -2,6 +2,7 @@
 
 import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -77,8 +78,6 @@ def test_a_thread_may_read_while_another_trains():
 
 
 def test_a_step_that_fails_while_it_runs_leaves_the_variables_as_they_were():
-    import jax
-
     strategy = distrib.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
         v = distrib.Variable(1.0)
@@ -94,4 +93,20 @@ def test_a_step_that_fails_while_it_runs_leaves_the_variables_as_they_were():
         strategy.run(step)
     assert float(v) == 1.0
     strategy.run(lambda: v.assign_add(1.0))
+    assert float(v) == 2.0
+
+
+def test_a_callback_of_a_step_may_read_a_variable():
+    """It sees the values before the step."""
+    strategy = distrib.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        v = distrib.Variable(1.0)
+    seen = []
+
+    def step():
+        jax.debug.callback(lambda: seen.append(float(v.values[0])))
+        v.assign_add(1.0)
+
+    strategy.run(step)
+    assert set(seen) == {1.0}
     assert float(v) == 2.0

@@ -113,22 +113,41 @@ class Step:
             for value, leaf in zip(leaves, self._leaves, strict=True)
         ]
         nnx_arrays = [self._spread(a) for a in nnx_arrays]
+        if self._may_fail:
+            outputs, common = self._run_and_wait(arrays, nnx_arrays)
+        else:
+            outputs, common = self._run_and_store(arrays, nnx_arrays)
+        return self._finish(outputs), dict(zip(self._nnx_changes, common, strict=False))
+
+    def _run_and_store(self, arrays: list, nnx_arrays: list) -> tuple[list, list]:
         if not self._written and self._apply is None:
             with cells_held():
                 outputs, common, _ = self.compiled([], self._fetch_read(), arrays, nnx_arrays)
-        else:
-            with InterruptsDeferred(), cells_held():
-                self._keep.copy_lent()
-                outputs, common, new = self.compiled(
-                    [cell.array for cell in self._written], self._fetch_read(), arrays, nnx_arrays
-                )
-                if self._may_fail:
-                    jax.block_until_ready((common, new))
-                for cell, array in zip(self._written, new, strict=True):
-                    cell.array = array
-                if self._apply is not None:
-                    self._apply(common[len(self._nnx_changes) :])
-        return self._finish(outputs), dict(zip(self._nnx_changes, common, strict=False))
+            return outputs, common
+        with InterruptsDeferred(), cells_held():
+            self._keep.copy_lent()
+            outputs, common, new = self.compiled(
+                [cell.array for cell in self._written], self._fetch_read(), arrays, nnx_arrays
+            )
+            self._store(common, new)
+        return outputs, common
+
+    def _run_and_wait(self, arrays: list, nnx_arrays: list) -> tuple[list, list]:
+        """Run a step that calls back, which may take long, read variables, or fail."""
+        with cells_held():
+            written, read = [cell.array for cell in self._written], self._fetch_read()
+        outputs, common, new = jax.block_until_ready(
+            self.compiled(written, read, arrays, nnx_arrays)
+        )
+        with InterruptsDeferred(), cells_held():
+            self._store(common, new)
+        return outputs, common
+
+    def _store(self, common: list, new: list) -> None:
+        for cell, array in zip(self._written, new, strict=True):
+            cell.array = array
+        if self._apply is not None:
+            self._apply(common[len(self._nnx_changes) :])
 
     def _entering(self, value: Any, leaf: Leaf) -> Any:
         if leaf.kind is Kind.UNEVEN:

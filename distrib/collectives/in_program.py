@@ -132,6 +132,9 @@ def all_gather(tree: Any, axis: int) -> Any:
 def from_first_replica(value: jax.Array) -> jax.Array:
     """Return replica 0's ``value`` on every replica; the others' may be anything, NaN too."""
     value = jnp.asarray(value)
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        data = from_first_replica(jax.random.key_data(value))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     numeric = value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
     mine = jax.lax.axis_index(REPLICA_AXIS) == 0
     total = jax.lax.psum(jnp.where(mine, numeric, jnp.zeros_like(numeric)), REPLICA_AXIS)

@@ -35,8 +35,12 @@ class ReplicaProgram(Protocol):
         """Return the examples of all replicas, of which this one has ``local``."""
         ...
 
+    def average(self, value: Any) -> Any:
+        """Return the mean of a tree over the replicas, weighted by the examples of each."""
+        ...
+
     def combine(self, value: Any, aggregation: str) -> Any:
-        """Combine a tree over the replicas, each weighted by its number of examples for a mean."""
+        """Combine gradients: SUM, or MEAN weighted by the examples of each replica."""
         ...
 
 

@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from distrib.engines.nnx_objects import is_nnx_object
 from distrib.variables import HoldsVariables, Variable
 
 _DEPTH = 4
-_WIDTH = 2000
+_WIDTH = 100_000
 # Nothing inside of these leads to a variable that a step could be made to find by another way.
 _CLOSED = (types.ModuleType, type, jax.Array, np.ndarray, str, bytes, int, float, complex)
 _LIBRARIES = ("distrib", "jax", "jaxlib", "flax", "optax", "numpy", "absl")
@@ -58,18 +59,27 @@ def captures(fn: Callable[..., Any], arguments: Sequence[Any] = ()) -> list[Capt
       fn: a function, a method or another callable.
       arguments: objects that it is given and may search as well.
     """
+    return _searched(fn, arguments).captures
+
+
+def found_nnx_objects(fn: Callable[..., Any]) -> list[Any]:
+    """Return the NNX objects that ``fn`` can reach without being given them."""
+    return _searched(fn, ()).nnx_objects
+
+
+def _searched(fn: Callable[..., Any], arguments: Sequence[Any]) -> _Search:
     search = _Search()
     if isinstance(fn, types.MethodType):
         # A bound method is made at each look-up; the instance and the function last.
-        arguments = [fn.__self__, fn.__func__, *arguments]
+        roots = [fn.__self__, fn.__func__, *arguments]
     else:
-        arguments = [fn, *arguments]
-    for root in arguments:
+        roots = [fn, *arguments]
+    for root in roots:
         try:
             search.leads_to_variables(weakref.ref(root), root, 0)
         except TypeError:
             continue  # What takes no weak reference is a plain value, and part of the signature.
-    return search.captures
+    return search
 
 
 class _Search:
@@ -77,6 +87,7 @@ class _Search:
 
     def __init__(self) -> None:
         self.captures: list[Capture] = []
+        self.nnx_objects: list[Any] = []
         self._known: dict[int, bool] = {}
         self._kept: list[Any] = []
 
@@ -90,6 +101,9 @@ class _Search:
         """
         if isinstance(value, Variable | HoldsVariables):
             return True
+        if is_nnx_object(value):
+            self.nnx_objects.append(value)
+            return False
         if _is_closed(value) or depth > _DEPTH or len(self._known) > _WIDTH:
             return False
         if id(value) not in self._known:
@@ -123,9 +137,16 @@ def _places(
     """Return the ways into an object: how a key is looked up, and the keys that there are."""
     if isinstance(value, types.FunctionType):
         module = value.__globals__
-        names = [name for name in _global_names(value.__code__) if name in module]
+        names_of_code = _global_names(value.__code__)
+        names = [name for name in names_of_code if name in module]
         own = [name for name in names if not _of_another_module(module[name], module)]
         yield (lambda name: reach().__globals__[name]), own
+        for name in own:
+            if isinstance(module[name], types.ModuleType):
+                used = [key for key in names_of_code if key in vars(module[name])]
+                yield (lambda key, name=name: vars(reach().__globals__[name])[key]), used
+        yield (lambda key: reach().__kwdefaults__[key]), list(value.__kwdefaults__ or ())
+        yield (lambda index: reach().__defaults__[index]), range(len(value.__defaults__ or ()))
         cells = [i for i, cell in enumerate(value.__closure__ or ()) if _is_filled(cell)]
         yield (lambda i: reach().__closure__[i].cell_contents), cells
     elif isinstance(value, types.MethodType):
@@ -134,8 +155,25 @@ def _places(
         yield (lambda key: reach()[key]), list(value)
     elif isinstance(value, list | tuple):
         yield (lambda index: reach()[index]), range(len(value))
-    elif hasattr(value, "__dict__") and isinstance(vars(value), dict):
+    elif isinstance(value, functools.partial):
+        yield (lambda name: getattr(reach(), name)), ["func", "args", "keywords"]
+    else:
+        yield from _places_of_instance(reach, value)
+
+
+def _places_of_instance(
+    reach: Callable[[], Any], value: Any
+) -> Iterator[tuple[Callable[[Any], Any], Sequence[Any]]]:
+    if isinstance(getattr(value, "__dict__", None), dict):
         yield (lambda name: vars(reach())[name]), list(vars(value))
+    for base in type(value).__mro__:
+        if base.__module__.partition(".")[0] not in (*_LIBRARIES, "builtins"):
+            slots = base.__dict__.get("__slots__", ())
+            names = [slots] if isinstance(slots, str) else list(slots)
+            filled = [name for name in names if hasattr(value, name)]
+            yield (lambda name: getattr(reach(), name)), filled
+            # Methods, which know globals, and what the class holds for all of its instances.
+            yield (lambda name, base=base: base.__dict__[name]), list(vars(base))
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from distrib.engines.groups import Group
+from distrib.engines.groups import Group, is_end
 from distrib.errors import UnevenReplicasError
-from distrib.values import PerReplica, is_distributed
+from distrib.values import PerReplica
 
 
 def finisher(
@@ -53,7 +53,7 @@ def regrouped(results: Sequence[Any], group_of: Sequence[int]) -> Any:
     Raises:
       UnevenReplicasError: if the functions returned trees of different structure.
     """
-    structures = [jax.tree.structure(result, is_leaf=is_distributed) for result in results]
+    structures = [jax.tree.structure(result, is_leaf=is_end) for result in results]
     if any(structure != structures[0] for structure in structures):
         raise UnevenReplicasError(
             f"Replicas with batches of unequal sizes returned {structures[0]} and "
@@ -67,7 +67,7 @@ def regrouped(results: Sequence[Any], group_of: Sequence[int]) -> Any:
             return leaves[0]
         return PerReplica([leaves[g] for g in group_of])
 
-    return jax.tree.map(one, *results, is_leaf=is_distributed)
+    return jax.tree.map(one, *results, is_leaf=is_end)
 
 
 def _cut_down(part: jax.Array, shape: tuple[int, ...]) -> jax.Array:

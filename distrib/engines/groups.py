@@ -10,7 +10,8 @@ import jax
 
 from distrib.engines.lift import Lifted
 from distrib.engines.weights import ExampleWeights
-from distrib.values import is_distributed
+from distrib.values import DistributedValues
+from distrib.variables import HoldsVariables, Variable
 
 Forms = tuple[jax.ShapeDtypeStruct, ...]
 """Shape and dtype of each array argument as one replica sees it."""
@@ -57,7 +58,7 @@ class Group:
         if two is None:
             return one
         return lambda arrays: jax.tree.map(
-            _for_no_examples, one(arrays), two(arrays), is_leaf=is_distributed
+            _for_no_examples, one(arrays), two(arrays), is_leaf=is_end
         )
 
     def output_shape(self, index: int) -> tuple[int, ...]:
@@ -93,10 +94,18 @@ def trace_group(lift: Lift, forms: Forms, weights: ExampleWeights) -> Group:
 
 
 def _for_no_examples(one: Any, two: Any) -> Any:
-    """Return a constant of the step for no examples, from those for one and for two."""
+    """Return a constant of the step for no examples, from those for one and for two.
+
+    What depends on the number of examples, such as that number, is 0 or False for none.
+    """
     if isinstance(one, int | float) and one != two:
-        return one - (two - one)
+        return type(one)(0)
     return one
+
+
+def is_end(leaf: Any) -> bool:
+    """Tell where what a step returned ends, for tree functions."""
+    return isinstance(leaf, DistributedValues | Variable | HoldsVariables)
 
 
 def _with_examples(forms: Sequence[jax.ShapeDtypeStruct], count: int) -> Forms:

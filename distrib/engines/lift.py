@@ -23,6 +23,7 @@ from jax.extend.core import ClosedJaxpr
 
 from distrib.collectives import CrossDeviceOps
 from distrib.context import Frame, ReplicaContext, entered
+from distrib.engines.captures import found_nnx_objects
 from distrib.engines.nnx_objects import (
     NnxState,
     changed,
@@ -37,6 +38,7 @@ from distrib.errors import OutputError, TracedValueError, VariableError
 from distrib.platform import uncommitted
 from distrib.platform.mesh import REPLICA_AXIS
 from distrib.platform.pytree_paths import leaves_with_paths
+from distrib.reduce_op import ReduceOp
 from distrib.values import DistributedValues
 from distrib.variables import HoldsVariables, Variable, live_variables
 
@@ -83,7 +85,7 @@ class Lifted:
       num_outputs: how many outputs belong to what the function returned.
       nnx_changes: the positions of the NNX variables that change.
       num_nnx: how many NNX arrays are inputs.
-      sums_losses: whether losses are shares of one sum, and gradients are added.
+      gradients_are: how gradients are combined, as far as the step has shown it.
     """
 
     jaxpr: Any
@@ -95,7 +97,7 @@ class Lifted:
     num_outputs: int
     nnx_changes: tuple[int, ...]
     num_nnx: int
-    sums_losses: bool
+    gradients_are: ReduceOp | None
 
     @property
     def touched(self) -> list[Variable]:
@@ -222,7 +224,8 @@ def _trace(
         raise _escaped_value_error() from error
     if any(isinstance(constant, Tracer) for constant in jaxpr.consts):
         raise _escaped_value_error()
-    check_no_nnx_constants(call.fn, jaxpr.consts)
+    if jaxpr.consts:
+        check_no_nnx_constants(found_nnx_objects(call.fn), jaxpr.consts)
     jaxpr = ClosedJaxpr(jaxpr.jaxpr, [_on_one_device(constant) for constant in jaxpr.consts])
     program = trace.program
     if program is None:
@@ -240,7 +243,7 @@ def _trace(
         num_outputs=trace.num_outputs,
         nnx_changes=trace.nnx_changes,
         num_nnx=num_nnx,
-        sums_losses=program.sums_losses,
+        gradients_are=program.gradients_are,
     )
 
 
@@ -317,7 +320,7 @@ def _record_nnx(
     new = changed(state, arrays, objects)
     for position, value in new.items():
         if is_batch_statistic(state.variables[position]):
-            new[position] = program.combine(value, "MEAN")
+            new[position] = program.average(value)
     trace.nnx_changes = tuple(new)
     return list(new.values())
 

@@ -128,37 +128,21 @@ def write_back(state: NnxState, new: dict[int, Any]) -> None:
         state.variables[position].set_value(array)
 
 
-def check_no_nnx_constants(fn: Any, constants: Sequence[Any]) -> None:
-    """Check that a step has not taken the state of an NNX object that it found by name.
+def check_no_nnx_constants(objects: Sequence[Any], constants: Sequence[Any]) -> None:
+    """Check that a step has not taken the state of NNX objects that it was not given.
+
+    Args:
+      objects: the NNX objects that the step can reach.
+      constants: the arrays that became constants of its program.
 
     Raises:
-      VariableError: naming the name: the values would be constants of the program, and stale after
-        the next change of the object.
+      VariableError: if one is of an object's state, and would be stale after its next change.
     """
-    nnx = _nnx()
-    if nnx is None or not constants:
-        return
     taken = {id(constant) for constant in constants}
-    for name, value in named_objects(fn):
-        if isinstance(value, nnx.Pytree):
-            arrays = jax.tree.leaves(nnx.state(value))
-            if any(id(array) in taken for array in arrays):
-                raise VariableError(
-                    f"The step uses the NNX object {name!r} without being given it: its values "
-                    "would be constants of the compiled step. Pass it as an argument: "
-                    f"strategy.run(step, args=({name}, ...))."
-                )
-
-
-def named_objects(fn: Any) -> list[tuple[str, Any]]:
-    """Return the objects that a function finds in its closure and among its globals, by name."""
-    code = getattr(fn, "__code__", None)
-    if code is None:
-        return []
-    found = [(name, fn.__globals__[name]) for name in code.co_names if name in fn.__globals__]
-    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
-        try:
-            found.append((name, cell.cell_contents))
-        except ValueError:
-            continue  # Not assigned yet.
-    return found
+    for value in objects:
+        if any(id(array) in taken for array in jax.tree.leaves(_nnx().state(value))):
+            raise VariableError(
+                f"The step uses an NNX {type(value).__name__} without being given it: its values "
+                "would be constants of the compiled step. Pass it as an argument: "
+                "strategy.run(step, args=(model, ...))."
+            )

@@ -115,8 +115,8 @@ class Program:
         self._current: dict[int, Any] = {}
         self.writes: dict[int, Variable] = {}
         self.updates: list[Update] = []
-        self.sums_losses = False
-        """Whether losses are shares of one sum over all examples, and gradients are added."""
+        self._combined_by: ReduceOp | None = None
+        self._counts_examples = False
 
     # Variables.
 
@@ -243,19 +243,36 @@ class Program:
 
     def global_examples(self, local: int) -> int:
         """Return the examples of all replicas, of which this one has ``local``."""
-        self.sums_losses = True
+        self._counts_examples = True
         return local * self._size if self._weights is None else self._weights.total
 
     def combine(self, value: Any, aggregation: str) -> Any:
-        """Combine a tree over the replicas: SUM, or MEAN weighted by the examples of each."""
-        op = ReduceOp.parse(aggregation)
-        self.sums_losses = self.sums_losses or op is ReduceOp.SUM
+        """Combine gradients over the replicas: SUM, or MEAN weighted by the examples of each."""
+        op = self._combined_by = ReduceOp.parse(aggregation)
+        return self._weighted(op, value)
+
+    def average(self, value: Any) -> Any:
+        """Return the mean of a tree over the replicas, weighted by the examples of each."""
+        return self._weighted(ReduceOp.MEAN, value)
+
+    def _weighted(self, op: ReduceOp, value: Any) -> Any:
         if self._size == 1:
             return value
         if self._weights is None:
             return all_reduce(op, value, num_replicas=self._size, ops=self._ops)
         value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
         return all_reduce(ReduceOp.SUM, value, num_replicas=self._size, ops=self._ops)
+
+    @property
+    def gradients_are(self) -> ReduceOp | None:
+        """How gradients are combined, as far as the step has shown it.
+
+        MEAN if losses are means over the examples of a replica, SUM if they are shares of one sum;
+        None if the step combines them by itself and does not say.
+        """
+        if self._combined_by is not None:
+            return self._combined_by
+        return ReduceOp.SUM if self._counts_examples else None
 
 
 def combined(kind: str, old: jax.Array, value: jax.Array) -> jax.Array:

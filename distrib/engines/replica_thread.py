@@ -319,6 +319,10 @@ class ReplicaThread:
             treedef, self._ask(("all_reduce", op, "combine", treedef), shown, leaves)
         )
 
+    def average(self, value: Any) -> Any:
+        """Return the mean of a tree over the replicas, weighted by the examples of each."""
+        return self.combine(value, "MEAN")
+
     def global_examples(self, local: int) -> int:
         """Return the examples of all replicas, of which this one has ``local``."""
         return local * self._size if self._weights is None else self._weights.total

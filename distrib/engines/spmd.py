@@ -25,7 +25,7 @@ from distrib.engines.varying import calls_back
 from distrib.platform.jax_compat import jaxpr_function
 from distrib.platform.mesh import REPLICA_AXIS, replicated, split
 from distrib.values import Layout, Mirrored, PerReplica
-from distrib.variables import LentCells, Variable, cells_held
+from distrib.variables import LentCells, Variable, cells_held, changes_held
 
 _EVERYWHERE = PartitionSpec()
 _SPLIT = PartitionSpec(REPLICA_AXIS)
@@ -124,7 +124,7 @@ class Step:
             with cells_held():
                 outputs, common, _ = self.compiled([], self._fetch_read(), arrays, nnx_arrays)
             return outputs, common
-        with InterruptsDeferred(), cells_held():
+        with InterruptsDeferred(), changes_held(), cells_held():
             self._keep.copy_lent()
             outputs, common, new = self.compiled(
                 [cell.array for cell in self._written], self._fetch_read(), arrays, nnx_arrays
@@ -134,13 +134,14 @@ class Step:
 
     def _run_and_wait(self, arrays: list, nnx_arrays: list) -> tuple[list, list]:
         """Run a step that calls back, which may take long, read variables, or fail."""
-        with cells_held():
-            written, read = [cell.array for cell in self._written], self._fetch_read()
-        outputs, common, new = jax.block_until_ready(
-            self.compiled(written, read, arrays, nnx_arrays)
-        )
-        with InterruptsDeferred(), cells_held():
-            self._store(common, new)
+        with changes_held():
+            with cells_held():
+                written, read = [cell.array for cell in self._written], self._fetch_read()
+            outputs, common, new = jax.block_until_ready(
+                self.compiled(written, read, arrays, nnx_arrays)
+            )
+            with InterruptsDeferred(), cells_held():
+                self._store(common, new)
         return outputs, common
 
     def _store(self, common: list, new: list) -> None:

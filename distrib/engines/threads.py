@@ -127,7 +127,7 @@ class ThreadsEngine:
                 change = changed(state, arrays, copies)
                 for position, new in change.items():
                     if is_batch_statistic(state.variables[position]):
-                        change[position] = program.combine(new, "MEAN")
+                        change[position] = program.average(new)
                 return result, change
 
         return body

@@ -22,20 +22,16 @@ from distrib.engines.meetings import (
     acts,
     check_same_meetings,
     cut,
-    divisions,
     is_literal,
     look_up,
-    means,
     needed,
 )
+from distrib.engines.replica_means import find_means
 from distrib.engines.signature import Kind
 from distrib.engines.spmd import Leaf, entered_form
-from distrib.engines.varying import mentions
+from distrib.engines.varying import equal_everywhere, mentions
 from distrib.platform.jax_compat import bind_equation
 from distrib.platform.mesh import REPLICA_AXIS
-
-_MORE_REPLICAS = 97
-"""No real number of replicas plus this is a divisor that a step would have by chance as well."""
 
 
 class Together:
@@ -72,37 +68,11 @@ class Together:
             {group.output_shape(i) for group in groups} for i in range(self._steps[0].num_outputs)
         ]
         self._uniform = [len(different) == 1 for different in shapes]
-        self._means = [self._find_means(g, lift) for g in range(len(groups))]
+        self._means = [
+            find_means(cuts, group, lift) for cuts, group in zip(self._cuts, groups, strict=True)
+        ]
         self._all_common = self._find_common()
         self._wanted = [self._find_wanted(g) for g in range(len(groups))]
-
-    def _find_means(self, g: int, lift: Lift) -> dict[tuple[int, int], Direction]:
-        """Return the sums that are means over the replicas, in which each example is to count once.
-
-        With unequal batches a replica counts in such a mean as often as it has examples, so that
-        synchronised batch normalisation has the statistics of the whole batch. The gradient of the
-        mean is weighted by what the user's losses are: if they are means over the examples of a
-        replica, in the same way; if they are shares of one sum over all examples, each replica gets
-        its own share of the sum of the gradients.
-
-        A division by the number of replicas looks like one by an equal number, of outputs for
-        instance, so the step is traced once more as if there were more replicas: where the divisor
-        follows, it is theirs.
-        """
-        places = divisions(self._cuts[g], self._size)
-        if not means(self._cuts[g], places):
-            return {}
-        more = self._size + _MORE_REPLICAS
-        group = self._groups[g]
-        probed = cut(lift(group.forms, group.weights, more).jaxpr, more)
-        followed = set(divisions(probed, more))
-        found = means(self._cuts[g], [place for place in places if place in followed])
-        if self._steps[g].sums_losses:
-            return {
-                place: Direction.SHARED_OUT if direction is Direction.BACKWARD else direction
-                for place, direction in found.items()
-            }
-        return found
 
     def body(self, values: dict[int, Any], arrays: list, nnx: list) -> tuple[list, list, list]:
         """Run the program of a replica, whichever its group."""
@@ -169,11 +139,12 @@ class Together:
                     common.update(equation.outvars)
             if index < len(self._cuts[0].meetings):
                 meeting = self._cuts[0].meetings[index]
-                common.update(
-                    variable
-                    for i, variable in enumerate(meeting.outvars)
-                    if self._means[0].get((index, i)) is not Direction.SHARED_OUT
-                )
+                if equal_everywhere(meeting, REPLICA_AXIS):
+                    common.update(
+                        variable
+                        for i, variable in enumerate(meeting.outvars)
+                        if self._means[0].get((index, i)) is not Direction.SHARED_OUT
+                    )
         return common
 
     def _run_common(self, index: int, environment: dict[Any, Any]) -> None:
@@ -380,19 +351,9 @@ def _run(equation: Any, environment: dict[Any, Any]) -> None:
 
 
 def _depends_only_on(equation: Any, common: set[Any]) -> bool:
-    if acts(equation) or equation.primitive.name == "axis_index":
+    if acts(equation) or mentions(equation, "axis_index"):
         return False
-    return all(is_literal(atom) or atom in common for atom in equation.invars) and not any(
-        _contains_axis_index(value) for value in equation.params.values()
-    )
-
-
-def _contains_axis_index(value: Any) -> bool:
-    inner = getattr(value, "jaxpr", value)
-    return hasattr(inner, "eqns") and any(
-        e.primitive.name == "axis_index" or any(map(_contains_axis_index, e.params.values()))
-        for e in inner.eqns
-    )
+    return all(is_literal(atom) or atom in common for atom in equation.invars)
 
 
 def _shown(forms: Forms) -> str:

@@ -38,10 +38,8 @@ def _results(equation: Any, operands: list[bool], axis: str) -> list[bool]:
     count = len(equation.outvars)
     if name == "axis_index":
         return [equation.params.get("axis_name") == axis] * count
-    if name in _MEETINGS and equation.params.get("axis_index_groups") is None:
-        axes = equation.params.get("axes", equation.params.get("axis_name"))
-        if axes == axis or (isinstance(axes, tuple | list) and axis in axes):
-            return [False] * count
+    if equal_everywhere(equation, axis):
+        return [False] * count
     inner = sub_jaxpr(equation)
     if inner is not None and name not in _LOOPS and len(inner.invars) == len(operands):
         return varying_outputs(inner, operands, axis)
@@ -50,6 +48,16 @@ def _results(equation: Any, operands: list[bool], axis: str) -> list[bool]:
             [True] * count if any(operands) or mentions(equation, "axis_index") else [False] * count
         )
     return [any(operands)] * count
+
+
+def equal_everywhere(equation: Any, axis: str) -> bool:
+    """Tell whether an equation is a collective with the same result on all replicas."""
+    if equation.primitive.name not in _MEETINGS:
+        return False
+    if equation.params.get("axis_index_groups") is not None:
+        return False
+    axes = equation.params.get("axes", equation.params.get("axis_name"))
+    return axes == axis or (isinstance(axes, tuple | list) and axis in axes)
 
 
 def sub_jaxpr(equation: Any) -> Any:

@@ -244,6 +244,10 @@ class Strategy:
             return tuple(select_replica(value, i) for i in range(self.num_replicas_in_sync))
         return (value,)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        """Return the strategy itself: its devices cannot be copied, and variables refer to it."""
+        return self
+
     def _placer(self, options: InputOptions) -> BatchPlacer:
         return BatchPlacer(self._extended.mesh, options.experimental_fetch_to_device)
 

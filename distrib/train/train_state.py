@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -65,9 +66,13 @@ class TrainState(HoldsVariables):
         """Take fields that a subclass declares, with or without a default, as extra fields."""
         super().__init_subclass__(**kwargs)
         defaults = dict(cls.field_defaults)
-        for name in vars(cls).get("__annotations__", {}):
-            if name in vars(cls):
-                defaults[name] = vars(cls)[name]
+        for name, annotation in vars(cls).get("__annotations__", {}).items():
+            if name in vars(cls) and "ClassVar" not in str(annotation):
+                default = vars(cls)[name]
+                if isinstance(default, dataclasses.Field):
+                    missing = default.default is dataclasses.MISSING
+                    default = default.default_factory() if missing else default.default  # pyright: ignore[reportCallIssue]
+                defaults[name] = default
                 delattr(cls, name)
         cls.field_defaults = defaults
 
@@ -274,7 +279,11 @@ class TrainState(HoldsVariables):
         """Return a state with variables of its own, which further steps do not change."""
         trees = {name: copy.deepcopy(tree, memo) for name, tree in self._trees.items()}
         state = type(self)(self.apply_fn, self.tx, trees, copy.deepcopy(self._step, memo))
+        managed = state.__dict__.keys()
         state.__dict__["_constants"].update(self._constants)
+        state.__dict__.update(
+            {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in managed}
+        )
         return state
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ from distrib.variables.storage import (
     PlacedStorage,
     Storage,
     cells_held,
+    changes_held,
     own_copy,
 )
 from distrib.variables.synchronization import VariableAggregation, VariableSynchronization
@@ -28,6 +29,7 @@ __all__ = [
     "VariableSynchronization",
     "VariableTree",
     "cells_held",
+    "changes_held",
     "is_variable",
     "live_variables",
     "own_copy",

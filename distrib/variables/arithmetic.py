@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def _binary(op: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
@@ -56,11 +57,13 @@ class ArrayOperators:
     __divmod__, __rdivmod__ = _binary(divmod)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        """Apply a NumPy function as JAX does, in a step too: ``np.sin(v)``, ``array + v``."""
+        """Apply a NumPy function as JAX does, in a step too; what JAX lacks, as NumPy does."""
         function = getattr(jnp, ufunc.__name__, None)
-        if method != "__call__" or function is None or options:
-            return NotImplemented
-        return function(*map(operand, inputs))
+        if method == "__call__" and function is not None and not options:
+            if not any(isinstance(x, list | tuple) for x in inputs):
+                return function(*map(operand, inputs))
+        arrays = [np.asarray(x) if isinstance(x, ArrayOperators) else x for x in inputs]
+        return getattr(ufunc, method)(*arrays, **options)
 
     def __neg__(self) -> jax.Array:
         return -self.value()

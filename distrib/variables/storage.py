@@ -27,6 +27,20 @@ from distrib.variables.synchronization import VariableAggregation
 
 _LOCK_SECONDS = 60.0
 _cells_lock = threading.RLock()
+_changes_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def changes_held() -> Iterator[None]:
+    """Keep other threads from changing variables, though not from reading them.
+
+    Taken before :func:`cells_held` by whoever reads values in order to write new ones.
+
+    Raises:
+      ContextError: if another thread has held them for 60 s.
+    """
+    with _held(_changes_lock):
+        yield
 
 
 @contextlib.contextmanager
@@ -40,15 +54,22 @@ def cells_held() -> Iterator[None]:
       ContextError: if another thread has held them for 60 s: a step is running, and waits for this
         thread, which reads a variable in a callback of the step.
     """
-    if not _cells_lock.acquire(timeout=_LOCK_SECONDS):
+    with _held(_cells_lock):
+        yield
+
+
+@contextlib.contextmanager
+def _held(lock: threading.RLock) -> Iterator[None]:  # pyright: ignore[reportInvalidTypeForm]
+    if not lock.acquire(timeout=_LOCK_SECONDS):
         raise ContextError(
-            f"A variable was used for {_LOCK_SECONDS:.0f} s in vain while another thread ran a "
-            "step. If this is a callback of that step, pass it the value as an argument."
+            f"A variable was used in vain for {_LOCK_SECONDS:.0f} s while another thread ran a "
+            "step. If this is a callback of that step, pass it the value as an argument, and "
+            "assign what it returns."
         )
     try:
         yield
     finally:
-        _cells_lock.release()
+        lock.release()
 
 
 # How often an array of a cell has been handed to the user. As long as this stands still, no step
@@ -182,7 +203,7 @@ class MirroredStorage:
     def assign(self, value: Any, combine: str) -> Mirrored:
         """Assign to every copy; a per-replica value gives each copy its own component."""
         placed = self._placed(value)
-        with cells_held():
+        with changes_held(), cells_held():
             if combine != "assign":
                 placed = _combined(self.cell.array, placed, combine)
             self.cell.put(placed)
@@ -231,7 +252,9 @@ class OnReadStorage:
             )
         if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return self.components()[0]
-        total = _reducer(self._mesh, self._aggregation is VariableAggregation.MEAN)(self.cell.array)
+        reducer = _reducer(self._mesh, self._aggregation is VariableAggregation.MEAN)
+        with cells_held():
+            total = reducer(self.cell.array)
         return uncommitted(local_shards(total)[0].data)
 
     def whole(self) -> jax.Array:
@@ -266,7 +289,7 @@ class OnReadStorage:
             rows = self._spread(_share(jnp.asarray(value), self._size))
         else:
             rows = self._spread(jnp.asarray(value))
-        with cells_held():
+        with changes_held(), cells_held():
             if combine != "assign":
                 rows = _combined(self.cell.array, rows, combine)
             self.cell.put(rows)
@@ -319,7 +342,8 @@ class PlacedStorage:
     def assign(self, value: Any, combine: str) -> jax.Array:
         """Assign, add or subtract."""
         placed = self._placed(value)
-        self.cell.put(
-            placed if combine == "assign" else _combined(self.cell.array, placed, combine)
-        )
+        with changes_held(), cells_held():
+            if combine != "assign":
+                placed = _combined(self.cell.array, placed, combine)
+            self.cell.put(placed)
         return self.read()

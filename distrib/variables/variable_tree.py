@@ -125,7 +125,7 @@ class VariableTree:
             return
         floating = [i for i, v in enumerate(self.variables) if jnp.issubdtype(v.dtype, jnp.inexact)]
         means = [i for i in floating if self.variables[i].aggregation is VariableAggregation.MEAN]
-        combined = program.combine([leaves[i] for i in means], "MEAN")
+        combined = program.average([leaves[i] for i in means])
         if means:
             chosen = [self.variables[i] for i in means]
             program.update(chosen, lambda olds, new: new, combined)

@@ -155,3 +155,60 @@ def test_a_function_that_its_closure_leads_back_to_is_not_kept_alive(strategy):
     references = make()
     gc.collect()
     assert [reference() for reference in references] == [None] * 3
+
+
+class Slotted:
+    __slots__ = ("v",)
+
+
+_slotted = Slotted()
+
+
+def _slotted_step():
+    _slotted.v.assign_add(jnp.asarray(1.0))
+
+
+class ByClass:
+    v = None
+
+    def step(self):
+        self.inner()
+
+    def inner(self):
+        self.v.assign_add(jnp.asarray(1.0))
+        if _current is not None:
+            _current["v"].assign_add(jnp.asarray(1.0))
+
+
+def test_slots_class_attributes_and_globals_of_methods_are_followed(strategy):
+    global _current
+    for step, put in (
+        (_slotted_step, lambda v: setattr(_slotted, "v", v)),
+        (ByClass().step, lambda v: setattr(ByClass, "v", v)),
+    ):
+        variables = [counter(strategy) for _ in range(2)]
+        for v in variables:
+            put(v)
+            strategy.run(step)
+        assert [float(v) for v in variables] == [1.0, 1.0]
+    trainer, variables = ByClass(), [counter(strategy) for _ in range(2)]
+    for v in variables:
+        _current = {"v": v}
+        strategy.run(trainer.step)
+    _current = None
+    assert [float(v) for v in variables] == [1.0, 1.0]
+
+
+def test_a_large_object_beside_does_not_hide_them(strategy):
+    class Trainer:
+        def step(self):
+            self.models["a"].assign_add(jnp.asarray(1.0))
+
+    trainer = Trainer()
+    trainer.vocabulary = [(f"w{i}", i) for i in range(5000)]
+    trainer.models = {"a": counter(strategy)}
+    first = trainer.models["a"]
+    strategy.run(trainer.step)
+    trainer.models["a"] = second = counter(strategy)
+    strategy.run(trainer.step)
+    assert (float(first), float(second)) == (1.0, 1.0)

@@ -1,5 +1,7 @@
 """Flax NNX modules and optimizers as arguments of a step."""
 
+import functools
+
 import flax.errors
 import jax
 import jax.numpy as jnp
@@ -31,8 +33,7 @@ def squared_error(model, x, y):
 
 def training_step(model, optimizer, x, y):
     loss, grads = nnx.value_and_grad(squared_error)(model, x, y)
-    grads = distrib.get_replica_context().all_reduce("MEAN", grads)
-    optimizer.update(model, grads)
+    optimizer.update(model, distrib.nn.mean_over_examples(grads))
     return loss
 
 
@@ -223,8 +224,26 @@ def test_an_object_that_is_found_by_name_is_refused():
     """Its values would be constants of the program, stale after the next change."""
     strategy = mirrored(2)
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    with pytest.raises(errors.VariableError, match=r"NNX object 'model'.*args=\(model, ...\)"):
-        strategy.run(lambda x: model(x).sum(), args=(jnp.ones((1, 2)),))
+    table = {"model": model}
+
+    class Trainer:
+        def __init__(self):
+            self.model = model
+
+        def step(self, x):
+            return self.model(x).sum()
+
+    def helper(x):
+        return (lambda: table["model"](x))().sum()
+
+    def default(x, m=model):
+        return m(x).sum()
+
+    partial = functools.partial(lambda m, x: m(x).sum(), model)
+    trainer = Trainer()
+    for step in (lambda x: model(x).sum(), trainer.step, helper, default, partial):
+        with pytest.raises(errors.VariableError, match=r"NNX Linear.*args=\(model, ...\)"):
+            strategy.run(step, args=(jnp.ones((1, 2)),))
 
 
 def test_an_object_that_is_found_by_name_cannot_be_changed():

@@ -300,3 +300,34 @@ def test_synchronised_statistics_have_the_gradient_of_the_batch_for_losses_that_
     strategy.run(step, args=(pieces(strategy, values),))
     np.testing.assert_allclose(1.5 - state.params["w"], expected, rtol=1e-5)
     strategy.extended.assert_mirrored(state)
+
+
+def test_a_returned_variable_is_itself():
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = distrib.Variable(0.0)
+    assert strategy.run(lambda x: v, args=(pieces(strategy, range(3)),)) is v
+
+
+def test_gradients_of_a_pmean_that_are_combined_by_hand_are_refused():
+    strategy = mirrored(2)
+
+    def step(x):
+        mean = jax.grad(lambda w: jax.lax.pmean((w * x).mean(), distrib.REPLICA_AXIS) ** 2)(1.0)
+        return distrib.get_replica_context().all_reduce("SUM", mean)
+
+    with pytest.raises(UnevenReplicasError, match="mean_over_examples.*compute_average_loss"):
+        strategy.run(step, args=(pieces(strategy, range(3)),))
+
+
+def test_what_a_neighbour_sends_differs_by_replica():
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = distrib.Variable(0.0)
+
+    def step(x):
+        received = jax.lax.ppermute(x.sum(), distrib.REPLICA_AXIS, [(0, 1), (1, 0)])
+        v.assign(received * len(x))
+
+    strategy.run(step, args=(pieces(strategy, [1, 2, 4]),))
+    assert [float(copy) for copy in v.values] == [8.0, 3.0]

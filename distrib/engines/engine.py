@@ -16,8 +16,7 @@ from distrib.engines.lift import Call, lift
 from distrib.engines.nnx_objects import NnxState, is_nnx_object, take_apart, write_back
 from distrib.engines.placement import UpdatePlacement
 from distrib.engines.signature import Kind, is_leaf, leaf_key, traced_form
-from distrib.engines.spmd import Leaf, Step, even_body, even_finish
-from distrib.values import PerReplica
+from distrib.engines.spmd import Step, entering_leaf, even_body, even_finish
 
 
 class SpmdEngine:
@@ -54,10 +53,7 @@ class SpmdEngine:
         """
         check_outside_trace()
         fn = unjitted(fn)
-        leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_leaf)
-        nnx_state = None
-        if any(is_nnx_object(leaf) for leaf in leaves):
-            nnx_state = take_apart([leaf for leaf in leaves if is_nnx_object(leaf)])
+        leaves, treedef, nnx_state = _flattened(args, kwargs)
         signature, step = self._step(fn, treedef, leaves, nnx_state)
         arrays = [
             leaf
@@ -74,9 +70,7 @@ class SpmdEngine:
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> str:
         """Return the program of a call as XLA compiled it, without running it."""
-        leaves, treedef = jax.tree.flatten((tuple(args), kwargs or {}), is_leaf=is_leaf)
-        nnx_objects = [leaf for leaf in leaves if is_nnx_object(leaf)]
-        state = take_apart(nnx_objects) if nnx_objects else None
+        leaves, treedef, state = _flattened(args, kwargs or {})
         return self._step(unjitted(fn), treedef, leaves, state)[1].compiled.as_text()
 
     def _step(
@@ -148,12 +142,13 @@ class SpmdEngine:
         )
 
 
-def entering_leaf(leaf: Any, kind: Kind, key: Any, form: jax.ShapeDtypeStruct, mesh: Mesh) -> Leaf:
-    """Describe how a leaf enters a program on ``mesh``."""
-    if isinstance(leaf, PerReplica):
-        moved = key[3] is not None and key[3] != mesh
-        return Leaf(kind, key, jax.ShapeDtypeStruct(key[1], form.dtype), moved)
-    return Leaf(kind, key, form)
+def _flattened(
+    args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], Any, NnxState | None]:
+    """Return the leaves of a call, their structure, and the state of the NNX objects among them."""
+    leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_leaf)
+    objects = [leaf for leaf in leaves if is_nnx_object(leaf)]
+    return leaves, treedef, take_apart(objects) if objects else None
 
 
 def _rebuilder(

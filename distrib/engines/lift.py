@@ -32,9 +32,10 @@ from distrib.engines.nnx_objects import (
     put_together,
 )
 from distrib.engines.program import Program, UnknownVariable, Update, local_value
+from distrib.engines.refusals import nnx_differs
 from distrib.engines.varying import used_inputs, varying_outputs
 from distrib.engines.weights import ExampleWeights
-from distrib.errors import OutputError, TracedValueError, VariableError
+from distrib.errors import OutputError, TracedValueError
 from distrib.platform import uncommitted
 from distrib.platform.mesh import REPLICA_AXIS
 from distrib.platform.pytree_paths import leaves_with_paths
@@ -336,13 +337,7 @@ def _check_nnx_agree(jaxpr: Any, call: Call, trace: _Trace, variables: list[Vari
     start = trace.num_outputs
     for offset, position in enumerate(trace.nnx_changes):
         if vary[start + offset]:
-            kind = type(state.variables[position]).__name__
-            raise VariableError(
-                f"The step changes {kind} {state.paths[position]!r} of an NNX object to a value "
-                "that differs by replica, so that the copies would no longer agree. Combine the "
-                "gradients before the optimizer sees them: grads = "
-                "distrib.nn.mean_over_examples(grads). Metrics: use distrib.metrics."
-            )
+            raise nnx_differs(state, position)
 
 
 def _record_updates(trace: _Trace, program: Program, deferred: bool) -> list[Any]:

@@ -47,10 +47,15 @@ def fetch(variables: Sequence[Variable], mesh: Mesh) -> Callable[[], list[jax.Ar
     here = [v.distribute_strategy.extended.lives_on(mesh) for v in variables]
     if all(here):
         return lambda: [cell.array for cell in cells]
+    elsewhere = [i for i, is_here in enumerate(here) if not is_here]
     everywhere = replicated(mesh)
 
     def copied() -> list[jax.Array]:
-        return jax.device_put([_one_copy(cell.array) for cell in cells], everywhere)
+        arrays = [cell.array for cell in cells]
+        copies = jax.device_put([_one_copy(arrays[i]) for i in elsewhere], everywhere)
+        for i, copy in zip(elsewhere, copies, strict=True):
+            arrays[i] = copy
+        return arrays
 
     return copied
 
@@ -66,18 +71,7 @@ class InProgram:
 
     def fetcher(self, variables: Sequence[Variable], mesh: Mesh) -> Callable[[], list[jax.Array]]:
         """Return a function that gives the arrays as they are; a foreign variable's is copied."""
-        own = [v for v in variables if v.distribute_strategy.extended.lives_on(mesh)]
-        if len(own) == len(variables):
-            return fetch(variables, mesh)
-        foreign = [v for v in variables if not v.distribute_strategy.extended.lives_on(mesh)]
-        get_own, get_foreign = fetch(own, mesh), fetch(foreign, mesh)
-
-        def both() -> list[jax.Array]:
-            arrays = dict(zip(map(id, own), get_own(), strict=True))
-            arrays |= dict(zip(map(id, foreign), get_foreign(), strict=True))
-            return [arrays[id(v)] for v in variables]
-
-        return both
+        return fetch(variables, mesh)
 
     def applier(self, updates: Sequence[PendingUpdate], operands: Sequence[Any]) -> None:
         """Return None: nothing is left to apply."""

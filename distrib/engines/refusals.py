@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from distrib.errors import AggregationError, ContextError, NestedTraceError
+from distrib.engines.nnx_objects import NnxState
+from distrib.errors import AggregationError, ContextError, NestedTraceError, VariableError
 from distrib.variables import Variable
 
 
@@ -50,4 +51,15 @@ def number_summed(variable: Variable, value: Any) -> AggregationError:
         f"A non-DistributedValues value {value!r} cannot be reduced with the given reduce op "
         f"ReduceOp.SUM into variable {variable.name!r}: a Python number is one value for all "
         "replicas. Wrap it in jnp.asarray(...) to add it once for each replica."
+    )
+
+
+def nnx_differs(state: NnxState, position: int) -> VariableError:
+    """Return the error for leaving another value of an NNX variable on each replica."""
+    kind = type(state.variables[position]).__name__
+    return VariableError(
+        f"The step changes {kind} {state.paths[position]!r} of an NNX object to a value that "
+        "differs by replica, so that the copies would no longer agree. Combine the gradients "
+        "before the optimizer sees them: grads = distrib.nn.mean_over_examples(grads). Metrics: "
+        "use distrib.metrics."
     )

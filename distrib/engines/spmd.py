@@ -57,6 +57,14 @@ class Leaf:
         return _EVERYWHERE if self.kind is Kind.EVERYWHERE else _SPLIT
 
 
+def entering_leaf(leaf: Any, kind: Kind, key: Any, form: jax.ShapeDtypeStruct, mesh: Mesh) -> Leaf:
+    """Describe how a leaf enters a program on ``mesh``."""
+    if isinstance(leaf, PerReplica):
+        moved = key[3] is not None and key[3] != mesh
+        return Leaf(kind, key, jax.ShapeDtypeStruct(key[1], form.dtype), moved)
+    return Leaf(kind, key, form)
+
+
 class Step:
     """A compiled step: takes the leaves of a call, changes the variables, returns the outputs.
 

@@ -29,6 +29,7 @@ from distrib.engines.nnx_objects import (
     take_apart,
     write_back,
 )
+from distrib.engines.refusals import nnx_differs
 from distrib.engines.replica_thread import (
     ReplicaThread,
     StepValues,
@@ -39,8 +40,8 @@ from distrib.engines.replica_thread import (
 )
 from distrib.engines.signature import is_leaf
 from distrib.engines.turns import Request, Turn, take_turns
-from distrib.engines.weights import ExampleWeights
-from distrib.errors import AggregationError, ContextError, OutputError, VariableError
+from distrib.engines.weights import ExampleWeights, examples_of
+from distrib.errors import AggregationError, ContextError, OutputError
 from distrib.platform import Device, device_string, thread_settings, with_settings
 from distrib.values import DistributedValues, PerReplica
 from distrib.variables import HoldsVariables, Variable
@@ -233,14 +234,12 @@ def _merged(trees: Sequence[Any]) -> Any:
 
 
 def _weights(leaves: Sequence[Any], size: int) -> list[ExampleWeights | None]:
-    """Return the examples of each replica: the first axis of the first argument that differs."""
-    for leaf in leaves:
-        if isinstance(leaf, PerReplica) and leaf.whole is None:
-            shapes = [np.shape(part) for part in leaf.values]
-            counts = [shape[0] for shape in shapes] if all(shapes) else []
-            if len(set(counts)) > 1 and sum(counts):
-                return [ExampleWeights(count, sum(counts), size) for count in counts]
-    return [None] * size
+    """Return the examples of each replica among those of all; None where they are equal."""
+    uneven = [leaf for leaf in leaves if isinstance(leaf, PerReplica) and leaf.whole is None]
+    examples = examples_of([np.shape(part) for part in leaf.values] for leaf in uneven)
+    if examples is None:
+        return [None] * size
+    return [ExampleWeights(count, sum(examples), size) for count in examples]
 
 
 def _concatenated(parts: Sequence[Any], axis: int, device: Device) -> jax.Array:
@@ -274,12 +273,7 @@ def _agreed(state: NnxState, changes: Sequence[dict[int, Any]]) -> dict[int, Any
     for position in sorted({position for change in changes for position in change}):
         copies = [_bits(change.get(position)) for change in changes]
         if any(copy != copies[0] for copy in copies):
-            raise VariableError(
-                f"The step changes {state.paths[position]!r} of an NNX object to a value that "
-                "differs by replica, so that the copies would no longer agree. Combine the "
-                "gradients before the optimizer sees them: grads = "
-                "distrib.nn.mean_over_examples(grads)."
-            )
+            raise nnx_differs(state, position)
     return changes[0]
 
 

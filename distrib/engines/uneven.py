@@ -16,11 +16,10 @@ from distrib.engines.groups import Forms, Lift, trace_group
 from distrib.engines.lift import Lifted
 from distrib.engines.placement import UpdatePlacement
 from distrib.engines.signature import Kind, traced_form
-from distrib.engines.spmd import Leaf, Step
+from distrib.engines.spmd import Leaf, Step, entering_leaf
 from distrib.engines.together import Together
-from distrib.engines.weights import ExampleWeights
+from distrib.engines.weights import ExampleWeights, examples_of
 from distrib.errors import UnevenReplicasError
-from distrib.values import PerReplica
 
 
 def make_step(
@@ -47,7 +46,8 @@ def make_step(
     """
     size = mesh.devices.size
     forms_of = [_forms(leaves, keys, i) for i in range(size)]
-    examples = _examples(keys, size)
+    uneven = [key[1] for kind, key in keys if kind is Kind.UNEVEN]
+    examples = examples_of([shape for shape, _ in forms] for forms in uneven) or [1] * size
     # The largest first: what is computed once for all is taken from its program.
     order = sorted(range(size), key=lambda i: -examples[i])
     shapes = list(dict.fromkeys(_shapes(forms_of[i]) for i in order))
@@ -81,23 +81,10 @@ def _shapes(forms: Forms) -> tuple[Any, ...]:
     return tuple((form.shape, form.dtype) for form in forms)
 
 
-def _examples(keys: Sequence[tuple[Kind, Any]], size: int) -> list[int]:
-    """Return the examples of each replica: the first axis of the first value that differs in it."""
-    for kind, key in keys:
-        if kind is Kind.UNEVEN and all(shape for shape, _ in key[1]):
-            counts = [shape[0] for shape, _ in key[1]]
-            if len(set(counts)) > 1 and sum(counts):
-                return counts
-    return [1] * size
-
-
 def _leaf(leaf: Any, kind_and_key: tuple[Kind, Any], mesh: Mesh) -> Leaf:
     kind, key = kind_and_key
     if kind is not Kind.UNEVEN:
-        if isinstance(leaf, PerReplica):
-            moved = key[3] is not None and key[3] != mesh
-            return Leaf(kind, key, jax.ShapeDtypeStruct(key[1], key[2]), moved)
-        return Leaf(kind, key, traced_form(leaf, key))
+        return entering_leaf(leaf, kind, key, traced_form(leaf, key), mesh)
     shapes = [shape for shape, _ in key[1]]
     dtypes = {dtype for _, dtype in key[1]}
     if len({len(shape) for shape in shapes}) > 1 or len(dtypes) > 1:

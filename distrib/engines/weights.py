@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,3 +44,18 @@ class ExampleWeights:
         if self.mine == 0:
             return jax.tree.map(jnp.zeros_like, tree)
         return jax.tree.map(lambda x: x * jnp.asarray(self.share, x.dtype), tree)
+
+
+def examples_of(arguments: Iterable[Sequence[tuple[int, ...]]]) -> list[int] | None:
+    """Return the examples of each replica, or None where all have equally many.
+
+    They are the lengths of the first axis of the first argument in which replicas differ in it.
+
+    Args:
+      arguments: for each per-replica argument, its shape on each replica.
+    """
+    for shapes in arguments:
+        counts = [shape[0] for shape in shapes] if all(shapes) else []
+        if len(set(counts)) > 1:
+            return counts
+    return None

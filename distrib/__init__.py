@@ -9,6 +9,7 @@ from distrib.context import (
     has_strategy,
     in_cross_replica_context,
 )
+from distrib.engines import RunOptions, function
 from distrib.input import (
     DistributedDataset,
     DistributedIterator,
@@ -25,6 +26,7 @@ from distrib.strategies import (
     Strategy,
     StrategyExtended,
     experimental_set_strategy,
+    train_loop,
 )
 from distrib.train import TrainState
 from distrib.values import DistributedValues, Mirrored, PerReplica
@@ -47,6 +49,7 @@ __all__ = [
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
+    "RunOptions",
     "Strategy",
     "StrategyExtended",
     "TrainState",
@@ -57,6 +60,7 @@ __all__ = [
     "errors",
     "experimental",
     "experimental_set_strategy",
+    "function",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
@@ -66,4 +70,5 @@ __all__ = [
     "nn",
     "random",
     "train",
+    "train_loop",
 ]

@@ -11,6 +11,7 @@ from distrib.context.queries import (
 )
 from distrib.context.replica_context import ReplicaContext, ReplicaMeeting
 from distrib.context.stack import (
+    CanBeCurrent,
     Frame,
     ReplicaProgram,
     current_frame,
@@ -22,6 +23,7 @@ from distrib.context.stack import (
 )
 
 __all__ = [
+    "CanBeCurrent",
     "Frame",
     "ReplicaContext",
     "ReplicaMeeting",

@@ -12,8 +12,16 @@ if TYPE_CHECKING:
     from distrib.context.replica_context import ReplicaContext
 
 
+class CanBeCurrent:
+    """The base of what a frame can make current: strategies, told apart by it in lower layers."""
+
+
 class ReplicaProgram(Protocol):
     """What variables and strategies may ask of the program of a replica while it is being built."""
+
+    def run(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        """Call ``fn`` in the replicas of this program, from its cross-replica context."""
+        ...
 
     def read(self, variable: Any) -> Any:
         """Return the value of ``variable`` at this point of the program."""

@@ -20,7 +20,9 @@ def check_outside_trace() -> None:
         raise NestedTraceError(
             "strategy.run was called inside a JAX transformation (jax.jit, jax.grad, lax.scan "
             "...), where its variables cannot be written back. run compiles its function by "
-            "itself: call it from plain Python, and put jax.jit or jax.grad inside the function."
+            "itself: call it from plain Python, and put jax.jit or jax.grad inside the function. "
+            "To make one program of run and the Python around it, use distrib.function in place "
+            "of jax.jit."
         )
 
 

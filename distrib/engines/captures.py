@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from distrib.context import CanBeCurrent, default_frame
 from distrib.engines.nnx_objects import is_nnx_object
 from distrib.variables import HoldsVariables, Variable
 
@@ -67,13 +68,24 @@ def found_nnx_objects(fn: Callable[..., Any]) -> list[Any]:
     return _searched(fn, ()).nnx_objects
 
 
-def _searched(fn: Callable[..., Any], arguments: Sequence[Any]) -> _Search:
+def found_strategies(
+    fn: Callable[..., Any] | None, objects: Sequence[Any] = ()
+) -> tuple[list[Any], list[Capture]]:
+    """Return the strategies that a function, or objects, lead to, and the keys of the way there.
+
+    A variable leads to the strategy that it belongs to.
+    """
+    search = _searched(fn, objects)
+    return list({id(s): s for s in search.strategies}.values()), search.captures
+
+
+def _searched(fn: Callable[..., Any] | None, arguments: Sequence[Any]) -> _Search:
     search = _Search()
     if isinstance(fn, types.MethodType):
         # A bound method is made at each look-up; the instance and the function last.
         roots = [fn.__self__, fn.__func__, *arguments]
     else:
-        roots = [fn, *arguments]
+        roots = [*arguments] if fn is None else [fn, *arguments]
     for root in roots:
         try:
             search.leads_to_variables(weakref.ref(root), root, 0)
@@ -88,6 +100,7 @@ class _Search:
     def __init__(self) -> None:
         self.captures: list[Capture] = []
         self.nnx_objects: list[Any] = []
+        self.strategies: list[Any] = []
         self._known: dict[int, bool] = {}
         self._kept: list[Any] = []
 
@@ -99,7 +112,8 @@ class _Search:
           value: the object to look into.
           depth: how far it is from the function.
         """
-        if isinstance(value, Variable | HoldsVariables):
+        if isinstance(value, Variable | HoldsVariables | CanBeCurrent):
+            self.strategies += _strategies_of(value)
             return True
         if is_nnx_object(value):
             self.nnx_objects.append(value)
@@ -124,11 +138,29 @@ class _Search:
         return bool(leading)
 
 
+def _strategies_of(value: Any) -> list[Any]:
+    if isinstance(value, CanBeCurrent):
+        return [value]
+    variables = [value] if isinstance(value, Variable) else value.distributed_variables()
+    default = default_frame().strategy
+    return [s for s in (v.distribute_strategy for v in variables) if s is not default]
+
+
 def _is_closed(value: Any) -> bool:
     if isinstance(value, _CLOSED):
         return True
     plain = isinstance(value, types.FunctionType | types.MethodType | dict | list | tuple)
-    return not plain and type(value).__module__.partition(".")[0] in _LIBRARIES
+    return not plain and _of_library(value) and not _wraps(value)
+
+
+def _of_library(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in _LIBRARIES
+
+
+def _wraps(value: Any) -> bool:
+    """Tell whether ``value`` is a library's object for a function: of jax.jit, distrib.function."""
+    functions = types.FunctionType | types.MethodType
+    return _of_library(value) and isinstance(getattr(value, "__wrapped__", None), functions)
 
 
 def _places(
@@ -157,6 +189,8 @@ def _places(
         yield (lambda index: reach()[index]), range(len(value))
     elif isinstance(value, functools.partial):
         yield (lambda name: getattr(reach(), name)), ["func", "args", "keywords"]
+    elif _wraps(value):
+        yield (lambda name: getattr(reach(), name)), ["__wrapped__"]
     else:
         yield from _places_of_instance(reach, value)
 

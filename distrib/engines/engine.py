@@ -10,13 +10,24 @@ from jax.sharding import Mesh
 
 from distrib.collectives import CrossDeviceOps
 from distrib.engines import uneven
+from distrib.engines.arguments import Arguments
 from distrib.engines.cache import CompileCache
 from distrib.engines.calls import check_components, check_outside_trace, unjitted
 from distrib.engines.lift import Call, lift
-from distrib.engines.nnx_objects import NnxState, is_nnx_object, take_apart, write_back
+from distrib.engines.many_steps import (
+    Stretch,
+    check_joinable,
+    joined,
+    scanned,
+    stretches,
+    with_step_axis,
+)
+from distrib.engines.nnx_objects import NnxState, write_back
 from distrib.engines.placement import UpdatePlacement
-from distrib.engines.signature import Kind, is_leaf, leaf_key, traced_form
-from distrib.engines.spmd import Step, entering_leaf, even_body, even_finish
+from distrib.engines.refusals import unequal_shapes
+from distrib.engines.run_options import NO_OPTIONS, RunOptions
+from distrib.engines.signature import Kind, traced_form
+from distrib.engines.spmd import Step, entering_leaf, even_body, even_finish, even_out_specs
 
 
 class SpmdEngine:
@@ -45,65 +56,102 @@ class SpmdEngine:
         self._device = device
         self._cache = CompileCache()
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        options: RunOptions = NO_OPTIONS,
+    ) -> Any:
         """Call ``fn`` once for each replica, in one compiled program.
+
+        Raises:
+          NestedTraceError: inside of a JAX transformation.
+          UnevenReplicasError: if replicas see unequal shapes, and the options forbid it.
+        """
+        check_outside_trace()
+        return self._run(unjitted(fn), Arguments(args, kwargs), options, in_replica=True)
+
+    def call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call ``fn`` in cross-replica context, in one program with the replicas that it runs.
 
         Raises:
           NestedTraceError: inside of a JAX transformation.
         """
         check_outside_trace()
+        return self._run(fn, Arguments(args, kwargs), NO_OPTIONS, in_replica=False)
+
+    def run_steps(
+        self,
+        fn: Callable[..., Any],
+        calls: Sequence[tuple[Sequence[Any], dict[str, Any]]],
+        options: RunOptions,
+    ) -> Any:
+        """Run a step for each of several arguments, in as few programs as their shapes allow.
+
+        Where updates are applied outside of the program, each step is a call of its own.
+
+        Returns:
+          What the steps returned, each array with a leading axis of steps.
+
+        Raises:
+          NestedTraceError: inside of a JAX transformation.
+          OutputError: if the steps return arrays of different shapes.
+        """
+        check_outside_trace()
         fn = unjitted(fn)
-        leaves, treedef, nnx_state = _flattened(args, kwargs)
-        signature, step = self._step(fn, treedef, leaves, nnx_state)
-        arrays = [
-            leaf
-            for leaf, (kind, _) in zip(leaves, signature[1], strict=True)
-            if kind is not Kind.OBJECT
-        ]
-        if nnx_state is None:
-            return step(arrays)[0]
-        result, changes = step(arrays, nnx_state.arrays)
-        write_back(nnx_state, changes)
-        return result
+        arguments = [Arguments(*call) for call in calls]
+        parts = stretches(arguments, together=not self._placement.deferred)
+        steps = [self._step(fn, part.first, options, True, part) for part in parts]
+        check_joinable([step.output_shapes for step in steps])
+        results = []
+        for part, step in zip(parts, steps, strict=True):
+            result = _called(step, part.arrays, part.first.nnx)
+            results.append(result if part.count > 1 else with_step_axis(result))
+        return joined(results)
 
     def compiled_text(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> str:
         """Return the program of a call as XLA compiled it, without running it."""
-        leaves, treedef, state = _flattened(args, kwargs or {})
-        return self._step(unjitted(fn), treedef, leaves, state)[1].compiled.as_text()
+        step = self._step(unjitted(fn), Arguments(args, kwargs or {}), NO_OPTIONS, True)
+        return step.compiled.as_text()
+
+    def _run(
+        self, fn: Callable[..., Any], arguments: Arguments, options: RunOptions, in_replica: bool
+    ) -> Any:
+        step = self._step(fn, arguments, options, in_replica)
+        return _called(step, arguments.arrays, arguments.nnx)
 
     def _step(
-        self, fn: Callable[..., Any], treedef: Any, leaves: Sequence[Any], nnx: NnxState | None
-    ) -> tuple[Any, Step]:
-        keys = tuple(
-            (Kind.OBJECT, None) if nnx is not None and is_nnx_object(leaf) else leaf_key(leaf)
-            for leaf in leaves
-        )
-        signature = (treedef, keys, nnx.key() if nnx else None)
+        self,
+        fn: Callable[..., Any],
+        arguments: Arguments,
+        options: RunOptions,
+        in_replica: bool,
+        stretch: Stretch | None = None,
+    ) -> Step:
+        """Find or make the program of a call, or of a stretch of steps."""
+        steps = None if stretch is None else stretch.key
+        signature = (*arguments.key, in_replica, options.key, steps)
         step = self._cache.find(fn, signature)
         if step is None:
-            step, variables = self._make(fn, treedef, leaves, keys, nnx)
-            objects = [x for x, (kind, _) in zip(leaves, keys, strict=True) if kind is Kind.OBJECT]
-            self._cache.add(fn, signature, step, variables, objects)
-        return signature, step
+            step, variables = self._make(fn, arguments, options, in_replica, stretch)
+            self._cache.add(fn, signature, step, variables, arguments.objects)
+        return step
 
     def _make(
         self,
         fn: Callable[..., Any],
-        treedef: Any,
-        leaves: Sequence[Any],
-        keys: Sequence[tuple[Kind, Any]],
-        nnx: NnxState | None,
+        arguments: Arguments,
+        options: RunOptions,
+        in_replica: bool,
+        stretch: Stretch | None,
     ) -> tuple[Step, Sequence[Any]]:
         size = self._mesh.devices.size
-        array_leaves = [
-            x for x, (kind, _) in zip(leaves, keys, strict=True) if kind is not Kind.OBJECT
-        ]
-        array_keys = [key for key in keys if key[0] is not Kind.OBJECT]
-        check_components(array_leaves, size)
-        rebuild = _rebuilder(treedef, leaves, keys)
-        varying = tuple(kind is not Kind.EVERYWHERE for kind, _ in array_keys)
+        arrays, keys = arguments.arrays, arguments.array_keys
+        check_components(arrays, size)
+        varying = tuple(kind is not Kind.EVERYWHERE for kind, _ in keys)
 
         def lifted(
             forms: Sequence[jax.ShapeDtypeStruct],
@@ -112,7 +160,7 @@ class SpmdEngine:
         ) -> Any:
             return lift(
                 self._strategy,
-                Call(fn, rebuild, tuple(forms), varying, nnx),
+                Call(fn, arguments.rebuild, tuple(forms), varying, arguments.nnx, in_replica),
                 num_replicas=size,
                 ops=self._ops,
                 deferred=self._placement.deferred,
@@ -121,47 +169,39 @@ class SpmdEngine:
                 axis_size=axis_size,
             )
 
-        if any(kind is Kind.UNEVEN for kind, _ in array_keys):
-            return uneven.make_step(lifted, array_leaves, array_keys, self._mesh, self._placement)
-        forms = [traced_form(x, key) for x, (_, key) in zip(array_leaves, array_keys, strict=True)]
+        xla_options = options.experimental_xla_options
+        if arguments.are_uneven:
+            if not options.experimental_enable_dynamic_batch_size:
+                raise unequal_shapes(arrays)
+            return uneven.make_step(lifted, arrays, keys, self._mesh, self._placement, xla_options)
+        forms = [traced_form(x, key) for x, (_, key) in zip(arrays, keys, strict=True)]
         entering = [
             entering_leaf(leaf, kind, key, form, self._mesh)
-            for leaf, (kind, key), form in zip(array_leaves, array_keys, forms, strict=True)
+            for leaf, (kind, key), form in zip(arrays, keys, forms, strict=True)
         ]
         step = lifted(forms)
-        return (
-            Step(
-                step,
-                entering,
-                self._mesh,
-                self._placement,
-                even_body(step, entering, size),
-                even_finish(step, size),
-            ),
-            step.touched,
+        body = even_body(step, entering, size)
+        if stretch is not None and stretch.count > 1:
+            body = scanned(body, step, stretch, size)
+            entering = stretch.arranged(entering)
+        made = Step(
+            step,
+            entering,
+            self._mesh,
+            self._placement,
+            body,
+            even_finish(step, size),
+            out_specs=even_out_specs(step),
+            output_shapes=[form.shape for form in step.jaxpr.out_avals[: step.num_outputs]],
+            xla_options=xla_options,
         )
+        return made, step.touched
 
 
-def _flattened(
-    args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[list[Any], Any, NnxState | None]:
-    """Return the leaves of a call, their structure, and the state of the NNX objects among them."""
-    leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_leaf)
-    objects = [leaf for leaf in leaves if is_nnx_object(leaf)]
-    return leaves, treedef, take_apart(objects) if objects else None
-
-
-def _rebuilder(
-    treedef: Any, leaves: Sequence[Any], keys: Sequence[tuple[Kind, Any]]
-) -> Callable[[Sequence[Any], Sequence[Any]], tuple[tuple, dict]]:
-    def rebuild(arrays: Sequence[Any], nnx_objects: Sequence[Any]) -> tuple[tuple, dict]:
-        arrays_left, objects_left = iter(arrays), iter(nnx_objects)
-        filled = []
-        for leaf, (kind, _) in zip(leaves, keys, strict=True):
-            if kind is not Kind.OBJECT:
-                filled.append(next(arrays_left))
-            else:
-                filled.append(next(objects_left) if is_nnx_object(leaf) else leaf)
-        return jax.tree.unflatten(treedef, filled)
-
-    return rebuild
+def _called(step: Step, arrays: Sequence[Any], nnx: NnxState | None) -> Any:
+    """Run a step, and put the new state of NNX objects back into them."""
+    if nnx is None:
+        return step(arrays)[0]
+    result, changes = step(arrays, nnx.arrays)
+    write_back(nnx, changes)
+    return result

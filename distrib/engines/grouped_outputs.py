@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from distrib.engines.groups import Group, is_end
+from distrib.engines.groups import Group
+from distrib.engines.outputs import is_end
 from distrib.errors import UnevenReplicasError
 from distrib.values import PerReplica
 

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 
 from distrib.engines.lift import Lifted
+from distrib.engines.outputs import is_end
 from distrib.engines.weights import ExampleWeights
-from distrib.values import DistributedValues
-from distrib.variables import HoldsVariables, Variable
 
 Forms = tuple[jax.ShapeDtypeStruct, ...]
 """Shape and dtype of each array argument as one replica sees it."""
@@ -101,11 +100,6 @@ def _for_no_examples(one: Any, two: Any) -> Any:
     if isinstance(one, int | float) and one != two:
         return type(one)(0)
     return one
-
-
-def is_end(leaf: Any) -> bool:
-    """Tell where what a step returned ends, for tree functions."""
-    return isinstance(leaf, DistributedValues | Variable | HoldsVariables)
 
 
 def _with_examples(forms: Sequence[jax.ShapeDtypeStruct], count: int) -> Forms:

@@ -9,7 +9,6 @@ left out of the program.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from jax.extend.core import ClosedJaxpr
 from distrib.collectives import CrossDeviceOps
 from distrib.context import Frame, ReplicaContext, entered
 from distrib.engines.captures import found_nnx_objects
+from distrib.engines.inlined import InlinedReplicas
 from distrib.engines.nnx_objects import (
     NnxState,
     changed,
@@ -31,17 +31,17 @@ from distrib.engines.nnx_objects import (
     is_batch_statistic,
     put_together,
 )
-from distrib.engines.program import Program, UnknownVariable, Update, local_value
+from distrib.engines.outputs import Outputs, record_outputs
+from distrib.engines.program import Program, UnknownVariable, Update
 from distrib.engines.refusals import nnx_differs
 from distrib.engines.varying import used_inputs, varying_outputs
 from distrib.engines.weights import ExampleWeights
-from distrib.errors import OutputError, TracedValueError
-from distrib.platform import uncommitted
+from distrib.errors import TracedValueError
+from distrib.platform import trace_token, uncommitted
 from distrib.platform.mesh import REPLICA_AXIS
-from distrib.platform.pytree_paths import leaves_with_paths
 from distrib.reduce_op import ReduceOp
-from distrib.values import DistributedValues
-from distrib.variables import HoldsVariables, Variable, live_variables
+from distrib.values import PerReplica
+from distrib.variables import Variable, live_variables
 
 # What JAX raises when Python asks for a value that exists only when the step runs.
 _NEEDS_A_VALUE = (
@@ -49,7 +49,6 @@ _NEEDS_A_VALUE = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-_SAME_EVERYWHERE = (bool, int, float, complex, str, bytes)
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,8 @@ class Call:
       forms: shape and dtype of each array leaf in one replica.
       varying: for each, whether it may differ by replica.
       nnx: the NNX objects among the arguments.
+      in_replica: whether the function is a replica's, and not that of cross-replica context, which
+        calls replicas by ``strategy.run``.
     """
 
     fn: Callable[..., Any]
@@ -69,6 +70,7 @@ class Call:
     forms: tuple[jax.ShapeDtypeStruct, ...]
     varying: tuple[bool, ...]
     nnx: NnxState | None
+    in_replica: bool = True
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Lifted:
       writes: those that it changes in the program: their new values are outputs.
       updates: what is left to be applied outside of the program, its operands being outputs.
       output: from the array outputs to what the function returned.
-      num_outputs: how many outputs belong to what the function returned.
+      everywhere: for each of these, whether it is one value for all replicas.
       nnx_changes: the positions of the NNX variables that change.
       num_nnx: how many NNX arrays are inputs.
       gradients_are: how gradients are combined, as far as the step has shown it.
@@ -95,10 +97,15 @@ class Lifted:
     writes: tuple[Variable, ...]
     updates: tuple[tuple[Update, Any, int], ...]
     output: Callable[[Sequence[Any]], Any]
-    num_outputs: int
+    everywhere: tuple[bool, ...]
     nnx_changes: tuple[int, ...]
     num_nnx: int
     gradients_are: ReduceOp | None
+
+    @property
+    def num_outputs(self) -> int:
+        """How many outputs of ``jaxpr`` belong to what the function returned."""
+        return len(self.everywhere)
 
     @property
     def touched(self) -> list[Variable]:
@@ -119,8 +126,7 @@ class _Trace:
 
     def __init__(self) -> None:
         self.program: Program | None = None
-        self.output: Callable[[Sequence[Any]], Any] = lambda arrays: None
-        self.num_outputs = 0
+        self.outputs = Outputs([], (), lambda arrays: None)
         self.nnx_changes: tuple[int, ...] = ()
         self.writes: tuple[Variable, ...] = ()
         self.updates: list[tuple[Update, Any, int]] = []
@@ -198,11 +204,17 @@ def _trace(
         objects: tuple[Any, ...] = ()
         if call.nnx:
             objects = put_together(call.nnx, nnx_arrays, replica_id)
-        args, kwargs = call.rebuild(leaves, objects)
         context = ReplicaContext(strategy, replica_id, program, devices)
-        with entered(Frame(strategy, context, program)):
+        frame = Frame(strategy, context, program)
+        if not call.in_replica:
+            leaves = _of_all_replicas(leaves, call.varying, num_replicas)
+            program.replicas = InlinedReplicas(frame, num_replicas, trace_token()).run
+            frame = Frame(strategy, None, program)
+        args, kwargs = call.rebuild(leaves, objects)
+        with entered(frame):
             result = call.fn(*args, **kwargs)
-        arrays = _record_output(trace, result)
+        trace.outputs = record_outputs(result, in_replica=call.in_replica or num_replicas == 1)
+        arrays = [*trace.outputs.arrays]
         if call.nnx:
             arrays += _record_nnx(trace, call.nnx, nnx_arrays, objects, program)
         return arrays + _record_updates(trace, program, deferred)
@@ -240,12 +252,21 @@ def _trace(
         reads=tuple(v for v, used in zip(variables, used_variables, strict=True) if used),
         writes=trace.writes,
         updates=tuple(trace.updates),
-        output=trace.output,
-        num_outputs=trace.num_outputs,
+        output=trace.outputs.rebuild,
+        everywhere=trace.outputs.everywhere,
         nnx_changes=trace.nnx_changes,
         num_nnx=num_nnx,
         gradients_are=program.gradients_are,
     )
+
+
+def _of_all_replicas(leaves: Sequence[Any], varying: Sequence[bool], size: int) -> Sequence[Any]:
+    """Return what cross-replica context sees of the leaves of a replica."""
+    if size == 1:
+        return leaves
+    return [
+        PerReplica.from_local(x) if varies else x for x, varies in zip(leaves, varying, strict=True)
+    ]
 
 
 def _traced_value_error(error: Exception) -> TracedValueError:
@@ -277,44 +298,6 @@ def _escaped_value_error() -> TracedValueError:
     )
 
 
-def _end(leaf: Any) -> bool:
-    return isinstance(leaf, DistributedValues | Variable)
-
-
-def _record_output(trace: _Trace, result: Any) -> list[Any]:
-    """Take the arrays out of what the function returned and remember where they stood."""
-    arrays: list[Any] = []
-    slots: list[Any] = []
-    for path, leaf in leaves_with_paths(result, is_leaf=_end):
-        if isinstance(leaf, DistributedValues):
-            leaf = local_value(leaf)
-        if isinstance(leaf, jax.Array | np.ndarray | np.generic) and not isinstance(leaf, np.str_):
-            slots.append(None)
-            arrays.append(jnp.asarray(leaf))
-        elif isinstance(leaf, _SAME_EVERYWHERE):
-            slots.append(lambda leaf=leaf: leaf)
-        elif isinstance(leaf, HoldsVariables | Variable):
-            # A weak reference: a compiled step must not keep its variables alive.
-            slots.append(weakref.ref(leaf))
-        else:
-            raise OutputError(
-                f"The step returned {leaf!r} of type {type(leaf).__name__} at {path}, which is not "
-                "an array. A step returns arrays, numbers, strings, None, variables and pytrees of "
-                "them: keep other objects outside."
-            )
-    treedef = jax.tree.structure(result, is_leaf=_end)
-
-    def output(results: Sequence[Any]) -> Any:
-        remaining = iter(results)
-        return jax.tree.unflatten(
-            treedef, [next(remaining) if slot is None else slot() for slot in slots]
-        )
-
-    trace.output = output
-    trace.num_outputs = len(arrays)
-    return arrays
-
-
 def _record_nnx(
     trace: _Trace, state: NnxState, arrays: Sequence[Any], objects: Sequence[Any], program: Program
 ) -> list[Any]:
@@ -334,7 +317,7 @@ def _check_nnx_agree(jaxpr: Any, call: Call, trace: _Trace, variables: list[Vari
     inputs = [*call.varying, *(False for _ in state.variables)]
     inputs += [v.storage.per_replica for v in variables]
     vary = varying_outputs(jaxpr.jaxpr, inputs, REPLICA_AXIS)
-    start = trace.num_outputs
+    start = len(trace.outputs.arrays)
     for offset, position in enumerate(trace.nnx_changes):
         if vary[start + offset]:
             raise nnx_differs(state, position)

@@ -21,6 +21,7 @@ from distrib.engines.refusals import (
     merged_in_transformation,
     number_summed,
     of_another_strategy,
+    run_in_merge_function,
     without_aggregation,
 )
 from distrib.engines.weights import ExampleWeights
@@ -117,6 +118,8 @@ class Program:
         self.updates: list[Update] = []
         self._combined_by: ReduceOp | None = None
         self._counts_examples = False
+        # How a program that begins in cross-replica context calls its replicas.
+        self.replicas: Callable[..., Any] | None = None
 
     # Variables.
 
@@ -240,6 +243,16 @@ class Program:
             result,
             is_leaf=_is_distributed,
         )
+
+    def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call ``fn`` in the replicas of this program.
+
+        Raises:
+          ContextError: in a merge function.
+        """
+        if self.replicas is None:
+            raise run_in_merge_function()
+        return self.replicas(fn, args, kwargs)
 
     def global_examples(self, local: int) -> int:
         """Return the examples of all replicas, of which this one has ``local``."""

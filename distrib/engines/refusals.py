@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from distrib.engines.nnx_objects import NnxState
-from distrib.errors import AggregationError, ContextError, NestedTraceError, VariableError
+from distrib.errors import (
+    AggregationError,
+    ContextError,
+    NestedTraceError,
+    UnevenReplicasError,
+    VariableError,
+)
+from distrib.values import PerReplica
 from distrib.variables import Variable
 
 
@@ -24,6 +34,14 @@ def merged_in_transformation() -> NestedTraceError:
     return NestedTraceError(
         "merge_call was called inside a JAX transformation (jax.grad, jax.jit, lax.cond, lax.scan "
         "...), where the replicas cannot meet. Call it in the replica function itself."
+    )
+
+
+def run_in_merge_function() -> ContextError:
+    """Return the error for ``strategy.run`` in the middle of a step."""
+    return ContextError(
+        "strategy.run was called inside a merge function, whose variables are in the middle of a "
+        "step. Call it after strategy.run has returned, or in a distrib.function."
     )
 
 
@@ -51,6 +69,17 @@ def number_summed(variable: Variable, value: Any) -> AggregationError:
         f"A non-DistributedValues value {value!r} cannot be reduced with the given reduce op "
         f"ReduceOp.SUM into variable {variable.name!r}: a Python number is one value for all "
         "replicas. Wrap it in jnp.asarray(...) to add it once for each replica."
+    )
+
+
+def unequal_shapes(leaves: Sequence[Any]) -> UnevenReplicasError:
+    """Return the error for replicas that see different shapes where the options forbid it."""
+    uneven = [leaf for leaf in leaves if isinstance(leaf, PerReplica) and leaf.whole is None]
+    shapes = [[np.shape(part) for part in leaf.values] for leaf in uneven]
+    return UnevenReplicasError(
+        f"The replicas have arguments of unequal shapes, {shapes[0]}, and "
+        "RunOptions(experimental_enable_dynamic_batch_size=False) forbids it. Leave the short "
+        "batch out (drop_remainder=True), pad it, or allow it."
     )
 
 

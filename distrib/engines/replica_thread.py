@@ -22,15 +22,22 @@ from distrib.engines.refusals import (
     merged_in_transformation,
     number_summed,
     of_another_strategy,
+    run_in_merge_function,
     without_aggregation,
 )
 from distrib.engines.turns import Request, Turn
 from distrib.engines.weights import ExampleWeights
 from distrib.errors import AggregationError, ContextError, NestedTraceError
-from distrib.platform import Device, trace_token, uncommitted, under_jit
+from distrib.platform import Device, trace_token, uncommitted
 from distrib.reduce_op import ReduceOp
 from distrib.values import DistributedValues
-from distrib.variables import HoldsVariables, Variable, VariableAggregation, VariableSynchronization
+from distrib.variables import (
+    HoldsVariables,
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    check_not_jitted,
+)
 
 
 class StepValues:
@@ -172,6 +179,14 @@ class ReplicaThread:
                 )
         return self._turn.ask(Request(kind, shown, payload))
 
+    def run(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        """Raise: only a merge function is in cross-replica context here.
+
+        Raises:
+          ContextError: always.
+        """
+        raise run_in_merge_function()
+
     # Variables.
 
     def read(self, variable: Variable) -> jax.Array:
@@ -180,12 +195,7 @@ class ReplicaThread:
         Raises:
           NestedTraceError: in a function that is traced for ``jax.jit``.
         """
-        if under_jit():
-            raise NestedTraceError(
-                f"Variable {variable.name!r} was read inside jax.jit, whose program would keep the "
-                "value of now and give old numbers in later steps. Pass the value to the jitted "
-                "function: f(v.value(), x)."
-            )
+        check_not_jitted(f"Variable {variable.name!r}")
         if current_frame().replica is None:
             return self._values.aggregated(variable)
         return self._values.get(variable, self._replica)

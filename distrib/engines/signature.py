@@ -33,7 +33,7 @@ class Kind(enum.Enum):
     """A Python object that the function sees as it is."""
 
 
-def is_leaf(node: Any) -> bool:
+def is_argument(node: Any) -> bool:
     """Tell tree functions where the arguments of a step end."""
     return isinstance(node, Variable) or is_nnx_object(node)
 

@@ -22,17 +22,18 @@ from distrib.engines.lift import Lifted, stand_in
 from distrib.engines.placement import UpdatePlacement
 from distrib.engines.signature import Kind
 from distrib.engines.varying import calls_back
-from distrib.platform.jax_compat import jaxpr_function
+from distrib.platform.jax_compat import jaxpr_function, uncommitted
 from distrib.platform.mesh import REPLICA_AXIS, replicated, split
-from distrib.values import Layout, Mirrored, PerReplica
+from distrib.values import Layout, Mirrored, PerReplica, local_shards
 from distrib.variables import LentCells, Variable, cells_held, changes_held
 
 _EVERYWHERE = PartitionSpec()
 _SPLIT = PartitionSpec(REPLICA_AXIS)
 
 Body = Callable[[dict[int, Any], list, list], tuple[list, list, list]]
-"""From variables by ``id``, leaves and NNX arrays of a replica to outputs (with a leading replica
-axis), what is equal everywhere and not a variable, and the new values of the variables written."""
+"""From variables by ``id``, leaves and NNX arrays of a replica to outputs (those that differ by
+replica with a leading replica axis), what is equal everywhere and not a variable, and the new
+values of the variables written."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,17 @@ class Step:
     """A compiled step: takes the leaves of a call, changes the variables, returns the outputs.
 
     It holds the cells of its variables and not the variables, so that these can die.
+
+    Args:
+      lifted: the step.
+      leaves: how its arguments enter.
+      mesh: where it runs.
+      placement: where variables are, and updates applied.
+      body: the program of a replica.
+      finish: from the outputs of ``body`` to what the function returned.
+      out_specs: how the outputs lie on the mesh.
+      output_shapes: the shape of each output in one step; None if it differs by replica.
+      xla_options: options of XLA for the compilation.
     """
 
     def __init__(
@@ -79,14 +91,20 @@ class Step:
         placement: UpdatePlacement,
         body: Body,
         finish: Callable[[list], Any],
+        *,
+        out_specs: PartitionSpec | list[PartitionSpec] = _SPLIT,
+        output_shapes: Sequence[tuple[int, ...] | None] = (),
+        xla_options: dict[str, Any] | None = None,
     ):
         written_ids = {id(v) for v in lifted.writes}
         read = [v for v in lifted.reads if id(v) not in written_ids]
         # A callback may raise while the step runs: the old values are then kept until it is over.
         self._may_fail = calls_back(lifted.jaxpr.jaxpr)
-        self.compiled = _compile(
-            lifted, lifted.writes, read, leaves, mesh, body, donated=not self._may_fail
+        lowered = _lower(
+            lifted, lifted.writes, read, leaves, mesh, body, out_specs, donated=not self._may_fail
         )
+        self.compiled = lowered.compile(xla_options)
+        self.output_shapes = output_shapes
         self._leaves = leaves
         self._mesh = mesh
         self._everywhere = replicated(mesh)
@@ -178,13 +196,14 @@ class Step:
         return jax.device_put(array, self._everywhere)
 
 
-def _compile(
+def _lower(
     lifted: Lifted,
     written: Sequence[Variable],
     read: Sequence[Variable],
     leaves: Sequence[Leaf],
     mesh: Mesh,
     body: Body,
+    out_specs: PartitionSpec | list[PartitionSpec],
     *,
     donated: bool,
 ) -> Any:
@@ -222,18 +241,17 @@ def _compile(
             [leaf.spec for leaf in leaves],
             _EVERYWHERE,
         ),
-        out_specs=(_SPLIT if size > 1 else _EVERYWHERE, _EVERYWHERE, written_specs),
+        out_specs=(out_specs if size > 1 else _EVERYWHERE, _EVERYWHERE, written_specs),
         check_vma=False,
     )
     # keep_unused: an old value that the step overwrites without reading is to be donated all the
     # same.
-    lowered = jax.jit(mapped, donate_argnums=(0,) if donated else (), keep_unused=True).lower(
+    return jax.jit(mapped, donate_argnums=(0,) if donated else (), keep_unused=True).lower(
         [variable_form(v) for v in written],
         [variable_form(v) for v in read],
         [form(leaf.form, leaf.spec) for leaf in leaves],
         [form(x, _EVERYWHERE) for x in nnx_forms],
     )
-    return lowered.compile()
 
 
 def _variable_spec(variable: Variable) -> PartitionSpec:
@@ -250,7 +268,8 @@ def even_body(lifted: Lifted, leaves: Sequence[Leaf], num_replicas: int) -> Body
         results = jaxpr_function(lifted.jaxpr)(*inputs)
         outputs = results[: lifted.num_outputs]
         if num_replicas > 1:
-            outputs = [x[None] for x in outputs]
+            one_for_all = zip(outputs, lifted.everywhere, strict=True)
+            outputs = [x if everywhere else x[None] for x, everywhere in one_for_all]
         rest = results[lifted.num_outputs :]
         split_at = len(rest) - len(lifted.writes)
         return outputs, rest[:split_at], rest[split_at:]
@@ -263,12 +282,24 @@ def entered_form(array: Any, leaf: Leaf) -> Any:
     return array[0] if leaf.kind is Kind.SPLIT and leaf.key[0] is Layout.STACKED else array
 
 
+def even_out_specs(lifted: Lifted) -> list[PartitionSpec]:
+    """Return how the outputs of :func:`even_body` lie on the mesh."""
+    return [_EVERYWHERE if everywhere else _SPLIT for everywhere in lifted.everywhere]
+
+
 def even_finish(lifted: Lifted, num_replicas: int) -> Callable[[list], Any]:
     """Return the function that turns the outputs of a step into what ``run`` returns."""
-    output = lifted.output
+    output, everywhere = lifted.output, lifted.everywhere
     if num_replicas == 1:
         return output
-    return lambda outputs: output([PerReplica.stacked(whole) for whole in outputs])
+    if not any(everywhere):
+        return lambda outputs: output([PerReplica.stacked(whole) for whole in outputs])
+    return lambda outputs: output(
+        [
+            uncommitted(local_shards(whole)[0].data) if one_for_all else PerReplica.stacked(whole)
+            for whole, one_for_all in zip(outputs, everywhere, strict=True)
+        ]
+    )
 
 
 def stack_components(value: PerReplica, mesh: Mesh) -> jax.Array:

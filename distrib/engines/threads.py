@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distrib.context import Frame, ReplicaContext, current_program, entered
+from distrib.context import Frame, ReplicaContext, entered
 from distrib.engines.calls import check_components, check_outside_trace, unjitted
 from distrib.engines.interrupts import InterruptsDeferred
+from distrib.engines.many_steps import joined, with_step_axis
 from distrib.engines.nnx_objects import (
     NnxState,
     changed,
@@ -29,7 +30,7 @@ from distrib.engines.nnx_objects import (
     take_apart,
     write_back,
 )
-from distrib.engines.refusals import nnx_differs
+from distrib.engines.refusals import nnx_differs, unequal_shapes
 from distrib.engines.replica_thread import (
     ReplicaThread,
     StepValues,
@@ -38,7 +39,8 @@ from distrib.engines.replica_thread import (
     reduced,
     update_everywhere,
 )
-from distrib.engines.signature import is_leaf
+from distrib.engines.run_options import NO_OPTIONS, RunOptions
+from distrib.engines.signature import is_argument
 from distrib.engines.turns import Request, Turn, take_turns
 from distrib.engines.weights import ExampleWeights, examples_of
 from distrib.errors import AggregationError, ContextError, OutputError
@@ -59,24 +61,41 @@ class ThreadsEngine:
         self._strategy = strategy
         self._devices = tuple(devices)
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run_steps(
+        self,
+        fn: Callable[..., Any],
+        calls: Sequence[tuple[Sequence[Any], dict[str, Any]]],
+        options: RunOptions,
+    ) -> Any:
+        """Call ``fn`` once for each replica and each ``(args, kwargs)``, one after the other.
+
+        Raises:
+          OutputError: if the steps return trees of different structure.
+        """
+        return joined([with_step_axis(self.run(fn, *call, options)) for call in calls])
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        options: RunOptions = NO_OPTIONS,
+    ) -> Any:
         """Call ``fn`` once for each replica, each in its own thread.
+
+        Options of XLA have no effect: nothing is compiled as a whole.
 
         Raises:
           NestedTraceError: inside of a JAX transformation.
-          ContextError: inside of a merge function.
           MeetingError: if the replicas do not make the same collective calls.
           ReplicaDeadlineError: if one of them gets stuck.
         """
         check_outside_trace()
-        if current_program() is not None:
-            raise ContextError(
-                "strategy.run was called inside a merge function, whose variables are in the "
-                "middle of a step. Call it after strategy.run has returned."
-            )
         fn = unjitted(fn)
-        leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_leaf)
+        leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_argument)
         check_components(leaves, len(self._devices))
+        if not options.experimental_enable_dynamic_batch_size and _are_uneven(leaves):
+            raise unequal_shapes(leaves)
         values = StepValues(self._strategy, self._devices)
         weights = _weights(leaves, len(self._devices))
         objects = [leaf for leaf in leaves if is_nnx_object(leaf)]
@@ -240,6 +259,11 @@ def _weights(leaves: Sequence[Any], size: int) -> list[ExampleWeights | None]:
     if examples is None:
         return [None] * size
     return [ExampleWeights(count, sum(examples), size) for count in examples]
+
+
+def _are_uneven(leaves: Sequence[Any]) -> bool:
+    parts = [x.values for x in leaves if isinstance(x, PerReplica) and x.whole is None]
+    return any(len(set(map(np.shape, values))) > 1 for values in parts)
 
 
 def _concatenated(parts: Sequence[Any], axis: int, device: Device) -> jax.Array:

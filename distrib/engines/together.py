@@ -68,6 +68,9 @@ class Together:
             {group.output_shape(i) for group in groups} for i in range(self._steps[0].num_outputs)
         ]
         self._uniform = [len(different) == 1 for different in shapes]
+        self.output_shapes = [
+            different.pop() if len(different) == 1 else None for different in shapes
+        ]
         self._means = [
             find_means(cuts, group, lift) for cuts, group in zip(self._cuts, groups, strict=True)
         ]

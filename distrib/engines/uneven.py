@@ -28,6 +28,7 @@ def make_step(
     keys: Sequence[tuple[Kind, Any]],
     mesh: Mesh,
     placement: UpdatePlacement,
+    xla_options: dict[str, Any] | None = None,
 ) -> tuple[Step, Sequence[Any]]:
     """Make the step of a call whose replicas see different shapes.
 
@@ -37,6 +38,7 @@ def make_step(
       keys: kind and key of each.
       mesh: where the step runs.
       placement: where variables are, and updates applied.
+      xla_options: options of XLA for the compilation.
 
     Returns:
       The step and its variables.
@@ -62,7 +64,16 @@ def make_step(
     entering = [_leaf(leaf, key, mesh) for leaf, key in zip(leaves, keys, strict=True)]
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     together = Together(groups, group_of, entering, lifted, on_cpu=on_cpu)
-    step = Step(steps[0], entering, mesh, placement, together.body, together.finish())
+    step = Step(
+        steps[0],
+        entering,
+        mesh,
+        placement,
+        together.body,
+        together.finish(),
+        output_shapes=together.output_shapes,
+        xla_options=xla_options,
+    )
     return step, steps[0].touched
 
 

@@ -44,11 +44,15 @@ class DistributedIterator:
     """One pass over a distributed dataset.
 
     A thread loads and places elements ahead of use; it ends with the iterator.
+
+    Attributes:
+      strategy: the strategy for whose replicas the elements are.
     """
 
-    def __init__(self, prefetcher: Prefetcher[Any], description: str):
+    def __init__(self, prefetcher: Prefetcher[Any], description: str, strategy: Any = None):
         self._prefetcher = prefetcher
         self._description = description
+        self.strategy = strategy
 
     def __iter__(self) -> DistributedIterator:
         return self
@@ -79,6 +83,9 @@ class DistributedIterator:
         """End the thread that loads ahead; the iterator is at its end afterwards."""
         self._prefetcher.close()
 
+    def __repr__(self) -> str:
+        return f"<distrib.DistributedIterator of {self._description}>"
+
 
 class DistributedDataset:
     """A dataset whose elements are per-replica values.
@@ -95,6 +102,9 @@ class DistributedDataset:
       depth: how many elements to prepare ahead of use.
       description: the source, for messages.
       one_shot: whether there is one pass only.
+
+    Attributes:
+      strategy: the strategy that distributes it, which sets this.
     """
 
     def __init__(
@@ -114,6 +124,7 @@ class DistributedDataset:
         self._description = description
         self._one_shot = one_shot
         self._pass: DistributedIterator | None = None
+        self.strategy: Any = None
 
     def __iter__(self) -> DistributedIterator:
         if self._one_shot and self._pass is not None and not self._pass.ended:
@@ -123,7 +134,7 @@ class DistributedDataset:
         prefetcher = Prefetcher(
             self._make_elements, self._depth, self._place, description=self._description
         )
-        iterator = DistributedIterator(prefetcher, self._description)
+        iterator = DistributedIterator(prefetcher, self._description, self.strategy)
         if self._one_shot:
             self._pass = iterator
         return iterator

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from jax.sharding import Mesh
 
+from distrib.engines import NO_OPTIONS, RunOptions
 from distrib.platform import Device
 from distrib.reduce_op import ReduceOp
 from distrib.variables import Storage, VariableAggregation, VariableSynchronization
@@ -42,13 +43,32 @@ class VariableHome(Protocol):
 class Runner(Protocol):
     """Where replicas run."""
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        options: RunOptions = NO_OPTIONS,
+    ) -> Any:
         """Call ``fn`` once for each replica."""
+        ...
+
+    def run_steps(
+        self,
+        fn: Callable[..., Any],
+        calls: Sequence[tuple[Sequence[Any], dict[str, Any]]],
+        options: RunOptions,
+    ) -> Any:
+        """Call ``fn`` once for each replica and each ``(args, kwargs)``, one after the other."""
         ...
 
 
 class Engine(Runner, Protocol):
     """Where replicas run, compiled."""
+
+    def call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call ``fn`` once, in cross-replica context."""
+        ...
 
     def compiled_text(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

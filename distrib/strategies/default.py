@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from distrib.context import Frame, ReplicaContext, default_frame, entered, set_default
+from distrib.engines import NO_OPTIONS, RunOptions, joined, with_step_axis
 from distrib.reduce_op import ReduceOp
 from distrib.strategies.combining import SingleCombiner
 from distrib.strategies.extended import StrategyExtended
@@ -31,7 +32,26 @@ class _Alone:
         with entered(Frame(strategy, None)):
             return merge_fn(strategy, *args, **kwargs)
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        options: RunOptions = NO_OPTIONS,
+    ) -> Any:
+        """Call ``fn``; nothing is compiled that options could be for."""
+        return fn(*args, **kwargs)
+
+    def run_steps(
+        self,
+        fn: Callable[..., Any],
+        calls: Sequence[tuple[Sequence[Any], dict[str, Any]]],
+        options: RunOptions,
+    ) -> Any:
+        """Call ``fn`` for each ``(args, kwargs)``."""
+        return joined([with_step_axis(fn(*args, **kwargs)) for args, kwargs in calls])
+
+    def call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call ``fn``."""
         return fn(*args, **kwargs)
 

@@ -8,13 +8,16 @@ from typing import Any
 
 from distrib.config import functions_run_eagerly
 from distrib.context import (
+    CanBeCurrent,
     Frame,
     current_frame,
+    current_program,
     default_frame,
     entered,
     require_cross_replica_context,
     require_same_strategy,
 )
+from distrib.engines import RunOptions
 from distrib.errors import ContextError
 from distrib.input import (
     BatchPlacer,
@@ -26,13 +29,14 @@ from distrib.input import (
 )
 from distrib.reduce_op import ReduceOp
 from distrib.strategies.extended import StrategyExtended
+from distrib.strategies.many_steps import run_with_options
 from distrib.values import DistributedValues, ValueContext, regroup, select_replica
 from distrib.variables import Variable
 
 _MERGE = "use get_replica_context().merge_call()"
 
 
-class Strategy:
+class Strategy(CanBeCurrent):
     """A way of spreading training over devices.
 
     Use one of its kinds: :class:`distrib.OneDeviceStrategy`, :class:`distrib.MirroredStrategy`,
@@ -77,7 +81,7 @@ class Strategy:
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-        options: Any = None,
+        options: RunOptions | None = None,
     ) -> Any:
         """Call ``fn`` once for each replica, on its device, and return what the replicas returned.
 
@@ -91,7 +95,8 @@ class Strategy:
             array or a number is the same on every replica, and traced; booleans, strings and other
             objects are constants of the program. NNX modules and optimizers are changed in place.
           kwargs: the same by name.
-          options: None; there are no options yet.
+          options: a :class:`distrib.RunOptions`: several steps in one call, options of XLA, an
+            explanation; None for none.
 
         Returns:
           The tree that ``fn`` returned, a :class:`PerReplica` for each array (the array itself
@@ -102,19 +107,22 @@ class Strategy:
           TracedValueError: if Python code in ``fn`` needs a value that exists only when the step
             runs.
           OutputError: if ``fn`` returns an object that is no array.
-          TypeError: if ``args`` is no tuple or list, or ``kwargs`` no dict.
-          ValueError: if ``options`` is given.
+          TypeError: if ``args`` is no tuple or list, ``kwargs`` no dict, or ``options`` no
+            ``RunOptions``.
         """
-        if options is not None:
-            raise ValueError(f"run takes no options yet, and got {options!r}.")
         if not isinstance(args, tuple | list) or not isinstance(kwargs or {}, dict):
             raise TypeError(
                 f"run takes args as a tuple and kwargs as a dict, and got a {type(args).__name__} "
                 f"and a {type(kwargs).__name__}: for one argument write args=(batch,)."
             )
         self._require_cross_replica("run")
+        program = current_program()
         extended = self._extended
         engine = extended.eager_engine if functions_run_eagerly() else extended.engine
+        if options is not None:
+            return run_with_options(engine, program, fn, args, kwargs or {}, options)
+        if program is not None:
+            return program.run(fn, args, kwargs or {})
         return engine.run(fn, args, kwargs or {})
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
@@ -188,7 +196,7 @@ class Strategy:
           InputError: if the dataset cannot be read.
         """
         options = options or InputOptions()
-        return distribute_dataset(
+        distributed = distribute_dataset(
             dataset,
             self._placer(options),
             options,
@@ -197,6 +205,8 @@ class Strategy:
             seed=seed,
             drop_remainder=drop_remainder,
         )
+        distributed.strategy = self
+        return distributed
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -215,7 +225,9 @@ class Strategy:
           InputError: if ``dataset_fn`` returns something that cannot be read.
         """
         options = options or InputOptions()
-        return datasets_from_function(dataset_fn, self._placer(options), options)
+        distributed = datasets_from_function(dataset_fn, self._placer(options), options)
+        distributed.strategy = self
+        return distributed
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]

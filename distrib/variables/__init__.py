@@ -13,7 +13,12 @@ from distrib.variables.storage import (
     own_copy,
 )
 from distrib.variables.synchronization import VariableAggregation, VariableSynchronization
-from distrib.variables.variable import Variable, is_variable, live_variables
+from distrib.variables.variable import (
+    Variable,
+    check_not_jitted,
+    is_variable,
+    live_variables,
+)
 from distrib.variables.variable_tree import VariableTree
 
 __all__ = [
@@ -30,6 +35,7 @@ __all__ = [
     "VariableTree",
     "cells_held",
     "changes_held",
+    "check_not_jitted",
     "is_variable",
     "live_variables",
     "own_copy",

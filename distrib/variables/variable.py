@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 
 from distrib.context import current_program, get_strategy, in_cross_replica_context
-from distrib.errors import VariableError
+from distrib.errors import NestedTraceError, VariableError
+from distrib.platform.jax_compat import under_jit, under_trace
 from distrib.values import DistributedValues, Mirrored
 from distrib.variables.arithmetic import ArrayOperators
 from distrib.variables.storage import Storage
@@ -150,9 +151,13 @@ class Variable(ArrayOperators):
 
         Raises:
           VariableError: outside of a replica, for an ``ON_READ`` variable without aggregation.
+          NestedTraceError: outside of a step, in a function that is traced for ``jax.jit``.
         """
         program = current_program()
-        return self.storage.read() if program is None else program.read(self)
+        if program is not None:
+            return program.read(self)
+        check_not_jitted(f"Variable {self._name!r}")
+        return self.storage.read()
 
     def read_value(self) -> jax.Array:
         """Return the current value; the same as :meth:`value`."""
@@ -178,6 +183,7 @@ class Variable(ArrayOperators):
         Raises:
           VariableError: if shape or dtype do not fit.
           ContextError: inside the step of another strategy.
+          NestedTraceError: inside of a JAX transformation.
         """
         return self._change("assign", value)
 
@@ -195,6 +201,12 @@ class Variable(ArrayOperators):
             value = value.value()
         if program is not None:
             return program.assign(self, kind, value)
+        if under_trace():
+            raise NestedTraceError(
+                f"Variable {self._name!r} was assigned inside a JAX transformation (jax.jit, "
+                "jax.grad, lax.scan ...), whose values may not leave it. Return the new value and "
+                "assign it outside, or use distrib.function in place of jax.jit."
+            )
         if in_cross_replica_context():
             self._strategy.extended.check_scope()
         if not isinstance(value, DistributedValues):
@@ -249,6 +261,23 @@ class Variable(ArrayOperators):
             return f"{head} (inside a step)>"
         copies = ", ".join(f"{i}: {copy}" for i, copy in enumerate(self.values))
         return f"{head} {{{copies}}}>"
+
+
+def check_not_jitted(what: str) -> None:
+    """Check that what is read will not be kept as a constant by a jitted function.
+
+    Args:
+      what: what is read, for the message.
+
+    Raises:
+      NestedTraceError: in a function that is traced for ``jax.jit``.
+    """
+    if under_jit():
+        raise NestedTraceError(
+            f"{what} was read inside jax.jit, whose program would keep the value of now and give "
+            "old numbers later. Pass the value to the jitted function, f(v.value(), x), or use "
+            "distrib.function in place of jax.jit."
+        )
 
 
 def is_variable(value: Any) -> bool:

@@ -12,7 +12,7 @@ from distrib.context import current_program
 from distrib.errors import VariableError
 from distrib.platform import leaves_with_paths
 from distrib.variables.synchronization import VariableAggregation
-from distrib.variables.variable import Variable
+from distrib.variables.variable import Variable, check_not_jitted
 
 
 class VariableTree:
@@ -63,9 +63,13 @@ class VariableTree:
 
         In a replica these are its values. Outside they are arrays with all of their copies, as they
         lie on the devices; they are snapshots, which training does not change.
+
+        Raises:
+          NestedTraceError: outside of a step, in a function that is traced for ``jax.jit``.
         """
         program = current_program()
         if program is None:
+            check_not_jitted(self._name)
             return self.build([v.storage.whole() for v in self.variables])
         return self.build([program.read(v) for v in self.variables])
 

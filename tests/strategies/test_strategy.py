@@ -150,11 +150,6 @@ def test_run_inside_a_transformation(make):
         jax.jit(lambda x: strategy.run(lambda y: y, args=(x,)))(1.0)
 
 
-def test_run_takes_no_options():
-    with pytest.raises(ValueError, match="run takes no options yet"):
-        mirrored().run(lambda: 1.0, options=object())
-
-
 @on_each
 def test_a_dead_function_is_not_kept(make):
     strategy = make()

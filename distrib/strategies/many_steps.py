@@ -1,0 +1,135 @@
+"""Several steps in one call: where their batches come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from distrib.engines import RunOptions, is_argument
+from distrib.errors import ContextError, OutOfRangeError
+from distrib.input import DistributedDataset, DistributedIterator
+from distrib.strategies.answers import Runner
+
+Call = tuple[Sequence[Any], dict[str, Any]]
+
+
+def run_with_options(
+    engine: Runner,
+    program: Any,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    options: RunOptions,
+) -> Any:
+    """Call ``fn`` once for each replica as ``options`` say.
+
+    Raises:
+      TypeError: if ``options`` is no ``RunOptions``.
+      ContextError: inside of a program, whose steps are a part of it.
+    """
+    if not isinstance(options, RunOptions):
+        raise TypeError(
+            f"run got options of type {type(options).__name__}: pass distrib.RunOptions(...)."
+        )
+    if program is not None:
+        raise ContextError(
+            f"run was given {options!r} inside of a distrib.function, where its step is a part of "
+            "one program. Leave the options out, or call run outside of the function."
+        )
+    if options.steps_per_call == 1:
+        return engine.run(fn, args, kwargs, options)
+    return engine.run_steps(fn, drawn_calls(args, kwargs, options.steps_per_call), options)
+
+
+def drawn_calls(args: Sequence[Any], kwargs: dict[str, Any], count: int) -> list[Call]:
+    """Return the arguments of each step, iterators replaced by the batches that they give.
+
+    Args:
+      args: the arguments of ``run``; an iterator of a distributed dataset in it is drawn from.
+      kwargs: the same by name.
+      count: the most steps.
+
+    Returns:
+      ``(args, kwargs)`` for each step, fewer than ``count`` where an iterator ends.
+
+    Raises:
+      OutOfRangeError: if an iterator is at its end.
+      TypeError: if a dataset is given in place of an iterator.
+    """
+    leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_input)
+    for leaf in leaves:
+        if isinstance(leaf, DistributedDataset):
+            raise TypeError(
+                f"Several steps in one call were given {leaf!r}, and each call would begin it "
+                "anew: make an iterator once, iterator = iter(dataset), and give that."
+            )
+    iterators = [leaf for leaf in leaves if isinstance(leaf, DistributedIterator)]
+    if not iterators:
+        return [(args, kwargs)] * count
+    calls = []
+    for _ in range(count):
+        drawn = {id(iterator): list(_next(iterator)) for iterator in iterators}
+        if not all(drawn.values()):
+            break
+        filled = [drawn[id(x)][0] if isinstance(x, DistributedIterator) else x for x in leaves]
+        calls.append(jax.tree.unflatten(treedef, filled))
+    if not calls:
+        raise OutOfRangeError(
+            f"{iterators[0]!r} is at its end: no step was run. Make an iterator for the next epoch "
+            "with iter(dataset)."
+        )
+    return calls
+
+
+def _next(iterator: DistributedIterator) -> Any:
+    for element in iterator:
+        return (element,)
+    return ()
+
+
+def _is_input(leaf: Any) -> bool:
+    return isinstance(leaf, DistributedDataset | DistributedIterator) or is_argument(leaf)
+
+
+def train_loop(step: Callable[..., Any], iterator: DistributedIterator, steps: int) -> Any:
+    """Run ``steps`` steps in one program, each with the next batch of ``iterator``.
+
+    The steps run in a `jax.lax.scan`, so that small models do not wait for Python between them:
+    it is ``strategy.run(step, args=(iterator,), options=RunOptions(steps_per_call=steps))``. The
+    batches of all ``steps`` are on the devices at once. A shorter last batch runs in a program of
+    its own, and another number of steps is another program. Cross-replica context; collective as
+    ``run`` is. Under :class:`distrib.CentralStorageStrategy` each step is a call, because its
+    variables leave their device for it.
+
+    Args:
+      step: called in replica context as ``step(batch)``.
+      iterator: ``iter(dataset)`` of a distributed dataset; its strategy runs the steps.
+      steps: the most steps, 1 or more.
+
+    Returns:
+      What the steps returned; of each array a per-replica value whose components are
+      ``[steps, ...]``, with as many steps as there were batches.
+
+    Raises:
+      OutOfRangeError: if the iterator is at its end.
+      OutputError: if the steps return arrays of different shapes.
+      TypeError: if ``iterator`` is not the iterator of a distributed dataset.
+      ValueError: if ``steps`` is not a positive int.
+
+    >>> import distrib
+    >>> strategy = distrib.MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> with strategy.scope():
+    ...     v = distrib.Variable(0.0, aggregation=distrib.VariableAggregation.SUM)
+    >>> dataset = strategy.experimental_distribute_dataset(jax.numpy.arange(6.0), batch_size=2)
+    >>> print(*train_loop(lambda x: v.assign_add(x.sum()), iter(dataset), 3).values)
+    [ 1.  6. 15.] [ 1.  6. 15.]
+    """
+    if not isinstance(iterator, DistributedIterator):
+        raise TypeError(
+            f"train_loop was given a {type(iterator).__name__} to draw batches from: give it "
+            "iter(strategy.experimental_distribute_dataset(...)), made once for an epoch."
+        )
+    options = RunOptions(steps_per_call=steps)
+    return iterator.strategy.run(step, args=(iterator,), options=options)

@@ -182,7 +182,8 @@ class SpmdEngine:
         step = lifted(forms)
         body = even_body(step, entering, size)
         if stretch is not None and stretch.count > 1:
-            body = scanned(body, step, stretch, size)
+            on_cpu = self._mesh.devices.flat[0].platform == "cpu"
+            body = scanned(body, step, stretch, size, on_cpu=on_cpu)
             entering = stretch.arranged(entering)
         made = Step(
             step,

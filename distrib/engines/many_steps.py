@@ -82,7 +82,26 @@ def stretches(calls: Sequence[Arguments], *, together: bool) -> list[Stretch]:
     return found
 
 
-def scanned(body: Body, lifted: Lifted, stretch: Stretch, num_replicas: int) -> Body:
+def _stacked(columns: Sequence[Sequence[Any]]) -> tuple[Any, Callable[[Any], Any]]:
+    """Return the batches as one array with a leading axis of steps for each leaf."""
+    return [jnp.stack(column) for column in columns], lambda rows: rows
+
+
+def _by_index(columns: Sequence[Sequence[Any]]) -> tuple[Any, Callable[[Any], Any]]:
+    """Return the numbers of the steps, and the function from a number to the batch.
+
+    On CPU devices, stacking all batches costs more than to branch to the one that is wanted: each
+    is copied once, while it is in the cache. Other devices would wait for the host to branch.
+    """
+    if not columns:
+        return None, lambda _: ()
+    branches = [lambda rows=rows: rows for rows in zip(*columns, strict=True)]
+    return jnp.arange(len(branches)), lambda number: jax.lax.switch(number, branches)
+
+
+def scanned(
+    body: Body, lifted: Lifted, stretch: Stretch, num_replicas: int, *, on_cpu: bool
+) -> Body:
     """Return the body of a program of several steps.
 
     Args:
@@ -90,6 +109,7 @@ def scanned(body: Body, lifted: Lifted, stretch: Stretch, num_replicas: int) -> 
       lifted: the step.
       stretch: the steps, which give the order of the arrays.
       num_replicas: how many replicas run the program.
+      on_cpu: whether they run on CPU devices.
 
     Returns:
       A body whose outputs have a leading axis of steps, behind that of the replica.
@@ -100,11 +120,12 @@ def scanned(body: Body, lifted: Lifted, stretch: Stretch, num_replicas: int) -> 
 
     def steps(values: dict[int, Any], arrays: list, nnx: list) -> tuple[list, list, list]:
         staying, rest = arrays[:num_staying], arrays[num_staying:]
-        batches = [jnp.stack(rest[i : i + count]) for i in range(0, len(rest), count)]
+        columns = [rest[i : i + count] for i in range(0, len(rest), count)]
+        batches, batch_of = _by_index(columns) if on_cpu else _stacked(columns)
 
-        def one(carry: tuple[list, list], rows: list) -> tuple[tuple[list, list], list]:
+        def one(carry: tuple[list, list], row: Any) -> tuple[tuple[list, list], list]:
             current, state = carry
-            stays, moves = iter(staying), iter(rows)
+            stays, moves = iter(staying), iter(batch_of(row))
             inputs = [next(moves) if m else next(stays) for m in moving]
             now = {**values, **dict(zip(written, current, strict=True))}
             outputs, changes, new = body(now, inputs, state)

@@ -70,6 +70,10 @@ class DistributedIterator:
             return element
         raise OutOfRangeError(f"End of sequence: {self._description} has no more elements.")
 
+    def take(self, count: int) -> list[Any]:
+        """Return the next ``count`` elements, fewer at the end of the dataset."""
+        return self._prefetcher.take(count)
+
     def get_next_as_optional(self) -> OptionalElement:
         """Return the next element, or an optional without a value at the end."""
         return OptionalElement(list(itertools.islice(self._prefetcher, 1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
 import logging
@@ -113,6 +114,18 @@ class Prefetcher(Generic[T]):
             # The error's traceback refers to this frame: without this, a cycle.
             del message
 
+    def take(self, count: int) -> list[T]:
+        """Return the next ``count`` items, fewer at the end.
+
+        The thread does not wait for room meanwhile: to take turns with it at each item would cost
+        more than small items do.
+
+        Args:
+          count: how many, 1 or more.
+        """
+        with self._line.widened(count):
+            return list(itertools.islice(self, count))
+
     @property
     def ended(self) -> bool:
         """Whether ``next`` has raised, or would raise, StopIteration for good."""
@@ -207,6 +220,16 @@ class _Line:
         while not self.stopped and self.items.qsize() >= self._depth:
             self._wake.get()
         return not self.stopped
+
+    @contextlib.contextmanager
+    def widened(self, count: int) -> Iterator[None]:
+        """Let ``count`` more items be prepared for the length of a ``with`` block."""
+        self._depth += count
+        self.make_room()
+        try:
+            yield
+        finally:
+            self._depth -= count
 
     def stop(self) -> None:
         """Ask the thread to end, and wake whoever waits on either side."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,12 +69,15 @@ def drawn_calls(args: Sequence[Any], kwargs: dict[str, Any], count: int) -> list
     iterators = [leaf for leaf in leaves if isinstance(leaf, DistributedIterator)]
     if not iterators:
         return [(args, kwargs)] * count
+    first = dict.fromkeys(iterators)  # Each once, in order.
+    if len(first) == 1:
+        elements = [[element] for element in iterators[0].take(count)]
+    else:
+        elements = list(itertools.islice(zip(*first, strict=False), count))
     calls = []
-    for _ in range(count):
-        drawn = {id(iterator): list(_next(iterator)) for iterator in iterators}
-        if not all(drawn.values()):
-            break
-        filled = [drawn[id(x)][0] if isinstance(x, DistributedIterator) else x for x in leaves]
+    for drawn in elements:
+        of = dict(zip(first, drawn, strict=True))
+        filled = [of[x] if isinstance(x, DistributedIterator) else x for x in leaves]
         calls.append(jax.tree.unflatten(treedef, filled))
     if not calls:
         raise OutOfRangeError(
@@ -81,12 +85,6 @@ def drawn_calls(args: Sequence[Any], kwargs: dict[str, Any], count: int) -> list
             "with iter(dataset)."
         )
     return calls
-
-
-def _next(iterator: DistributedIterator) -> Any:
-    for element in iterator:
-        return (element,)
-    return ()
 
 
 def _is_input(leaf: Any) -> bool:

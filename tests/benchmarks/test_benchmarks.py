@@ -143,3 +143,14 @@ def test_both_are_timed_in_turn_and_each_is_first_in_half_of_the_rounds(repo_roo
     assert [name for name, _ in order[2:]] == ["ours", "reference", "reference", "ours"]
     assert compared.ratio == 1.5
     assert compared.met is None
+
+
+def test_many_steps(repo_root, tmp_path):
+    path = tmp_path / "results.json"
+    output = run_benchmark(
+        repo_root, "many_steps", "--quick", "--devices=2", "--batches=32", f"--json={path}"
+    )
+    assert ratios_of(output) == 1
+    assert [result["name"] for result in json.loads(path.read_text())] == [
+        "4 steps, batch 32, 2 CPU devices",
+    ]

@@ -96,7 +96,7 @@ def function(fn: Callable[..., Any]) -> Function:
       The compiled function. It returns arrays for values of cross-replica context, and per-replica
       values for what ``strategy.run`` returned.
 
-    >>> import distrib
+    >>> import distrib, jax
     >>> strategy = distrib.MirroredStrategy(["CPU:0", "CPU:1"])
     >>> with strategy.scope():
     ...     total = distrib.Variable(0.0, aggregation=distrib.VariableAggregation.SUM)
@@ -105,7 +105,7 @@ def function(fn: Callable[..., Any]) -> Function:
     ...     sums = strategy.run(lambda x: x.sum(), args=(batch,))
     ...     total.assign_add(strategy.reduce("SUM", sums, axis=None))
     ...     return total.value()
-    >>> (batch,) = strategy.experimental_distribute_dataset([np.float32([1, 2, 3, 4])])
+    >>> (batch,) = strategy.experimental_distribute_dataset([jax.numpy.arange(1.0, 5.0)])
     >>> print(add_up(batch), add_up(batch))
     10.0 20.0
     """

@@ -62,6 +62,11 @@ class Arguments:
         """Whether the replicas see different shapes."""
         return any(kind is Kind.UNEVEN for kind, _ in self.keys)
 
+    @property
+    def original(self) -> tuple[tuple, dict]:
+        """``(args, kwargs)`` as they were given."""
+        return jax.tree.unflatten(self.treedef, self.leaves)
+
     def rebuild(self, arrays: Sequence[Any], nnx_objects: Sequence[Any]) -> tuple[tuple, dict]:
         """Return ``(args, kwargs)`` with other arrays and NNX objects in place of the own ones."""
         arrays_left, objects_left = iter(arrays), iter(nnx_objects)

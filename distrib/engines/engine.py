@@ -22,12 +22,14 @@ from distrib.engines.many_steps import (
     stretches,
     with_step_axis,
 )
-from distrib.engines.nnx_objects import NnxState, write_back
+from distrib.engines.nnx_objects import write_back
 from distrib.engines.placement import UpdatePlacement
 from distrib.engines.refusals import unequal_shapes
 from distrib.engines.run_options import NO_OPTIONS, RunOptions
 from distrib.engines.signature import Kind, traced_form
 from distrib.engines.spmd import Step, entering_leaf, even_body, even_finish, even_out_specs
+from distrib.engines.uncompiled import Runs, Uncompiled
+from distrib.errors import UnevenReplicasError
 
 
 class SpmdEngine:
@@ -39,6 +41,7 @@ class SpmdEngine:
       ops: how values are added over the replicas.
       placement: where variables live and updates are applied.
       device: what a replica context gives as its device.
+      threads: what runs the calls with uneven replicas that cannot be compiled.
     """
 
     def __init__(
@@ -48,12 +51,14 @@ class SpmdEngine:
         ops: CrossDeviceOps,
         placement: UpdatePlacement,
         device: str,
+        threads: Runs,
     ):
         self._strategy = strategy
         self._mesh = mesh
         self._ops = ops
         self._placement = placement
         self._device = device
+        self._threads = threads
         self._cache = CompileCache()
 
     def run(
@@ -103,25 +108,48 @@ class SpmdEngine:
         arguments = [Arguments(*call) for call in calls]
         parts = stretches(arguments, together=not self._placement.deferred)
         steps = [self._step(fn, part.first, options, True, part) for part in parts]
-        check_joinable([step.output_shapes for step in steps])
+        check_joinable([step.output_shapes for step in steps if step.output_shapes is not None])
         results = []
         for part, step in zip(parts, steps, strict=True):
-            result = _called(step, part.arrays, part.first.nnx)
+            result = self._called(step, fn, part.first, part.arrays, in_replica=True)
             results.append(result if part.count > 1 else with_step_axis(result))
         return joined(results)
 
     def compiled_text(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> str:
-        """Return the program of a call as XLA compiled it, without running it."""
+        """Return the program of a call as XLA compiled it, without running it.
+
+        Raises:
+          UnevenReplicasError: if there is none.
+        """
         step = self._step(unjitted(fn), Arguments(args, kwargs or {}), NO_OPTIONS, True)
+        if isinstance(step, Uncompiled):
+            raise step.refusal
         return step.compiled.as_text()
 
     def _run(
         self, fn: Callable[..., Any], arguments: Arguments, options: RunOptions, in_replica: bool
     ) -> Any:
         step = self._step(fn, arguments, options, in_replica)
-        return _called(step, arguments.arrays, arguments.nnx)
+        return self._called(step, fn, arguments, arguments.arrays, in_replica)
+
+    def _called(
+        self,
+        step: Step | Uncompiled,
+        fn: Callable[..., Any],
+        arguments: Arguments,
+        arrays: Sequence[Any],
+        in_replica: bool,
+    ) -> Any:
+        """Run a step, and put the new state of NNX objects back into them."""
+        if isinstance(step, Uncompiled):
+            return step.run(self._strategy, self._threads, fn, arguments, in_replica)
+        if arguments.nnx is None:
+            return step(arrays)[0]
+        result, changes = step(arrays, arguments.nnx.arrays)
+        write_back(arguments.nnx, changes)
+        return result
 
     def _step(
         self,
@@ -130,7 +158,7 @@ class SpmdEngine:
         options: RunOptions,
         in_replica: bool,
         stretch: Stretch | None = None,
-    ) -> Step:
+    ) -> Step | Uncompiled:
         """Find or make the program of a call, or of a stretch of steps."""
         steps = None if stretch is None else stretch.key
         signature = (*arguments.key, in_replica, options.key, steps)
@@ -147,7 +175,7 @@ class SpmdEngine:
         options: RunOptions,
         in_replica: bool,
         stretch: Stretch | None,
-    ) -> tuple[Step, Sequence[Any]]:
+    ) -> tuple[Step | Uncompiled, Sequence[Any]]:
         size = self._mesh.devices.size
         arrays, keys = arguments.arrays, arguments.array_keys
         check_components(arrays, size)
@@ -173,7 +201,12 @@ class SpmdEngine:
         if arguments.are_uneven:
             if not options.experimental_enable_dynamic_batch_size:
                 raise unequal_shapes(arrays)
-            return uneven.make_step(lifted, arrays, keys, self._mesh, self._placement, xla_options)
+            try:
+                return uneven.make_step(
+                    lifted, arrays, keys, self._mesh, self._placement, xla_options
+                )
+            except UnevenReplicasError as refusal:
+                return Uncompiled(refusal, fn), []
         forms = [traced_form(x, key) for x, (_, key) in zip(arrays, keys, strict=True)]
         entering = [
             entering_leaf(leaf, kind, key, form, self._mesh)
@@ -197,12 +230,3 @@ class SpmdEngine:
             xla_options=xla_options,
         )
         return made, step.touched
-
-
-def _called(step: Step, arrays: Sequence[Any], nnx: NnxState | None) -> Any:
-    """Run a step, and put the new state of NNX objects back into them."""
-    if nnx is None:
-        return step(arrays)[0]
-    result, changes = step(arrays, nnx.arrays)
-    write_back(nnx, changes)
-    return result

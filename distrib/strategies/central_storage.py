@@ -54,9 +54,9 @@ class CentralStorageStrategy(Strategy):
         else:
             home = local_devices("CPU")[0]
         mesh = replica_mesh(resolved)
-        engine = SpmdEngine(
-            self, mesh, NcclAllReduce(), OnOneDevice(home), device_of_any_replica(resolved)
-        )
+        threads = ThreadsEngine(self, resolved)
+        device = device_of_any_replica(resolved)
+        engine = SpmdEngine(self, mesh, NcclAllReduce(), OnOneDevice(home), device, threads)
         super().__init__(
             StrategyExtended(
                 self,
@@ -64,7 +64,7 @@ class CentralStorageStrategy(Strategy):
                 mesh=mesh,
                 home=OnDevice(home),
                 engine=engine,
-                eager_engine=ThreadsEngine(self, resolved),
+                eager_engine=threads,
                 combiner=MeshCombiner(mesh, home),
             )
         )

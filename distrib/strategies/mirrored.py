@@ -55,7 +55,8 @@ class MirroredStrategy(Strategy):
                 "distrib.NcclAllReduce() or distrib.ReductionToOneDevice()."
             )
         mesh = replica_mesh(resolved)
-        engine = SpmdEngine(self, mesh, ops, InProgram(), device_of_any_replica(resolved))
+        threads = ThreadsEngine(self, resolved)
+        engine = SpmdEngine(self, mesh, ops, InProgram(), device_of_any_replica(resolved), threads)
         super().__init__(
             StrategyExtended(
                 self,
@@ -63,7 +64,7 @@ class MirroredStrategy(Strategy):
                 mesh=mesh,
                 home=OnEveryDevice(mesh),
                 engine=engine,
-                eager_engine=ThreadsEngine(self, resolved),
+                eager_engine=threads,
                 combiner=MeshCombiner(mesh, resolved[0]),
             )
         )

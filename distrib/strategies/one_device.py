@@ -32,9 +32,9 @@ class OneDeviceStrategy(Strategy):
     def __init__(self, device: str | Device):
         resolved = resolve_device(device)
         mesh = replica_mesh([resolved])
-        engine = SpmdEngine(
-            self, mesh, NcclAllReduce(), InProgram(), device_of_any_replica([resolved])
-        )
+        threads = ThreadsEngine(self, [resolved])
+        device = device_of_any_replica([resolved])
+        engine = SpmdEngine(self, mesh, NcclAllReduce(), InProgram(), device, threads)
         super().__init__(
             StrategyExtended(
                 self,
@@ -42,7 +42,7 @@ class OneDeviceStrategy(Strategy):
                 mesh=mesh,
                 home=OnEveryDevice(mesh),
                 engine=engine,
-                eager_engine=ThreadsEngine(self, [resolved]),
+                eager_engine=threads,
                 combiner=SingleCombiner(),
             )
         )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distrib
-from distrib.errors import UnevenReplicasError
+from distrib.errors import AggregationError, UnevenReplicasError
 
 MEAN = distrib.VariableAggregation.MEAN
 
@@ -142,7 +142,62 @@ def test_collectives_inside_of_calls_are_found():
     assert local(strategy, result) == [14, 14]
 
 
-def test_a_collective_in_a_loop_is_refused_with_the_way_out():
+def test_what_cannot_be_compiled_for_uneven_replicas_runs_in_threads():
+    """A collective in a loop, a branch on the shape, pieces of unequal length gathered."""
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = distrib.Variable(0.0, aggregation=MEAN)
+        own = distrib.Variable(0.0, aggregation=distrib.VariableAggregation.NONE)
+
+    def step(x):
+        context = distrib.get_replica_context()
+        total = 0.0
+        for _ in range(2):
+            total = total + context.all_reduce("SUM", x.sum())
+        v.assign(total)
+        if x.shape[0] == 2:
+            own.assign(x[0])
+        return context.all_gather(x * total, axis=0), x
+
+    for values in ([1, 2, 4], [1, 2, 5]):
+        gathered, mine = strategy.run(step, args=(pieces(strategy, values),))
+        assert local(strategy, gathered) == [[2 * sum(values) * x for x in values]] * 2
+        assert local(strategy, mine) == [values[:2], values[2:]]
+        assert float(v) == 2 * sum(values)
+        assert [float(c) for c in own.values] == [1, 0]
+    with pytest.raises(UnevenReplicasError, match="different things for them"):
+        strategy.extended.compiled_text(step, args=(pieces(strategy, [1, 2, 4]),))
+
+
+def test_a_warning_says_once_why_a_step_is_not_compiled(caplog):
+    strategy = mirrored(2)
+
+    def gathers(x):
+        return distrib.get_replica_context().all_gather(x, axis=0)
+
+    with caplog.at_level("WARNING", logger="absl"):
+        for _ in range(3):
+            strategy.run(gathers, args=(pieces(strategy, [1, 2, 4]),))
+    (record,) = caplog.records
+    assert "gathers runs eagerly on batches of unequal sizes" in record.getMessage()
+    assert "float32[2]" in record.getMessage()
+
+
+def test_a_function_with_such_a_step_runs_as_python_does():
+    strategy = mirrored(2)
+
+    @distrib.function
+    def gathers(x):
+        assert distrib.in_cross_replica_context()
+        per_replica = strategy.run(
+            lambda x: distrib.get_replica_context().all_gather(x, axis=0), args=(x,)
+        )
+        return strategy.reduce("MEAN", per_replica, axis=None)
+
+    assert gathers(pieces(strategy, [1, 2, 4])).tolist() == [1, 2, 4]
+
+
+def test_collectives_of_jax_in_a_loop_are_refused_with_the_way_out():
     strategy = mirrored(2)
 
     def step(x):
@@ -159,20 +214,7 @@ def test_collectives_of_unequal_shapes_are_refused_with_both_shapes():
     def step(x):
         return distrib.get_replica_context().all_reduce("SUM", x)
 
-    with pytest.raises(UnevenReplicasError, match=r"float32\[2\].*float32\[1\]"):
-        strategy.run(step, args=(pieces(strategy, [1, 2, 4]),))
-
-
-def test_a_step_that_branches_on_shape_is_refused():
-    strategy = mirrored(2)
-    with strategy.scope():
-        v = distrib.Variable(0.0, aggregation=MEAN)
-
-    def step(x):
-        if x.shape[0] == 2:
-            v.assign(x.sum())
-
-    with pytest.raises(UnevenReplicasError, match="branch on the shape"):
+    with pytest.raises(AggregationError, match=r"float32\[2\].*float32\[1\]"):
         strategy.run(step, args=(pieces(strategy, [1, 2, 4]),))
 
 

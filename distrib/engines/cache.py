@@ -131,7 +131,8 @@ def what_changed(signatures: Sequence[Any]) -> str:
     """Say how the last signature of a function differs from the one before.
 
     Args:
-      signatures: ``(structure, leaf signatures, objects)`` of each compilation, in order.
+      signatures: ``(structure, leaf signatures, objects, *options)`` of each compilation, in
+        order.
     """
     before, after = signatures[-2], signatures[-1]
     if after in signatures[:-1]:
@@ -142,6 +143,8 @@ def what_changed(signatures: Sequence[Any]) -> str:
         )
     if before[0] != after[0]:
         return f"The structure of its arguments changed from {before[0]} to {after[0]}."
+    if before[3:] != after[3:]:
+        return "Its RunOptions changed, or the number of steps in a call."
     changes = [
         f"argument leaf {i} was {_shown(old)} and is {_shown(new)}"
         for i, (old, new) in enumerate(zip(before[1], after[1], strict=True))

@@ -263,6 +263,12 @@ def test_what_changed_of_structures():
     assert text == f"The structure of its arguments changed from {one} to {two}."
 
 
+def test_what_changed_of_options():
+    structure = jax.tree.structure(1)
+    text = what_changed([(structure, (), None, True, None), (structure, (), None, True, 3)])
+    assert text == "Its RunOptions changed, or the number of steps in a call."
+
+
 # Functions that cannot be remembered.
 
 

@@ -131,7 +131,7 @@ def what_changed(signatures: Sequence[Any]) -> str:
     """Say how the last signature of a function differs from the one before.
 
     Args:
-      signatures: ``(structure, leaf signatures, objects)`` of each compilation, in order.
+      signatures: ``(structure, leaf signatures, objects, checks)`` of each compilation, in order.
     """
     before, after = signatures[-2], signatures[-1]
     if after in signatures[:-1]:
@@ -140,6 +140,8 @@ def what_changed(signatures: Sequence[Any]) -> str:
             "time, made in a loop or by a lambda, or it finds another object with variables each "
             "time. Define it once, and pass the object as an argument."
         )
+    if before[3:] != after[3:]:
+        return "Checks of its numbers were turned on or off in between (enable_check_numerics)."
     if before[0] != after[0]:
         return f"The structure of its arguments changed from {before[0]} to {after[0]}."
     changes = [

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from distrib.collectives import CrossDeviceOps
+from distrib.config import check_numerics_enabled
 from distrib.engines import uneven
 from distrib.engines.cache import CompileCache
 from distrib.engines.calls import check_components, check_outside_trace, unjitted
@@ -80,10 +81,11 @@ class SpmdEngine:
             (Kind.OBJECT, None) if nnx is not None and is_nnx_object(leaf) else leaf_key(leaf)
             for leaf in leaves
         )
-        signature = (treedef, keys, nnx.key() if nnx else None)
+        check_numerics = check_numerics_enabled()
+        signature = (treedef, keys, nnx.key() if nnx else None, check_numerics)
         step = self._cache.find(fn, signature)
         if step is None:
-            step, variables = self._make(fn, treedef, leaves, keys, nnx)
+            step, variables = self._make(fn, treedef, leaves, keys, nnx, check_numerics)
             objects = [x for x, (kind, _) in zip(leaves, keys, strict=True) if kind is Kind.OBJECT]
             self._cache.add(fn, signature, step, variables, objects)
         return signature, step
@@ -95,6 +97,7 @@ class SpmdEngine:
         leaves: Sequence[Any],
         keys: Sequence[tuple[Kind, Any]],
         nnx: NnxState | None,
+        check_numerics: bool,
     ) -> tuple[Step, Sequence[Any]]:
         size = self._mesh.devices.size
         array_leaves = [
@@ -119,6 +122,7 @@ class SpmdEngine:
                 weights=weights,
                 devices=(self._device,),
                 axis_size=axis_size,
+                check_numerics=check_numerics,
             )
 
         if any(kind is Kind.UNEVEN for kind, _ in array_keys):

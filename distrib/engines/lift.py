@@ -31,6 +31,7 @@ from distrib.engines.nnx_objects import (
     is_batch_statistic,
     put_together,
 )
+from distrib.engines.numerics import Check, Numerics
 from distrib.engines.program import Program, UnknownVariable, Update, local_value
 from distrib.engines.refusals import nnx_differs
 from distrib.engines.varying import used_inputs, varying_outputs
@@ -87,6 +88,8 @@ class Lifted:
       nnx_changes: the positions of the NNX variables that change.
       num_nnx: how many NNX arrays are inputs.
       gradients_are: how gradients are combined, as far as the step has shown it.
+      checks: what is looked at for values that are not finite; then the last of the outputs is not
+        the function's but their counts.
     """
 
     jaxpr: Any
@@ -99,6 +102,7 @@ class Lifted:
     nnx_changes: tuple[int, ...]
     num_nnx: int
     gradients_are: ReduceOp | None
+    checks: tuple[Check, ...] = ()
 
     @property
     def touched(self) -> list[Variable]:
@@ -124,6 +128,7 @@ class _Trace:
         self.nnx_changes: tuple[int, ...] = ()
         self.writes: tuple[Variable, ...] = ()
         self.updates: list[tuple[Update, Any, int]] = []
+        self.checks: tuple[Check, ...] = ()
 
 
 def lift(
@@ -136,6 +141,7 @@ def lift(
     weights: ExampleWeights | None = None,
     devices: tuple[str, ...] = (),
     axis_size: int | None = None,
+    check_numerics: bool = False,
 ) -> Lifted:
     """Trace the function of a call.
 
@@ -148,6 +154,7 @@ def lift(
       weights: the examples of each replica, where they differ.
       devices: what the replica context gives as its device.
       axis_size: the size of the mesh axis, if it is not to be the number of replicas.
+      check_numerics: whether to look for values that are not finite.
 
     Raises:
       TracedValueError: if Python code needs a value that exists only when the step runs.
@@ -167,6 +174,7 @@ def lift(
                 weights,
                 devices,
                 axis_size or num_replicas,
+                check_numerics,
             )
         except UnknownVariable as unknown:
             # A variable of another strategy, or of none. It is an input like the others.
@@ -183,6 +191,7 @@ def _trace(
     weights: ExampleWeights | None,
     devices: tuple[str, ...],
     axis_size: int,
+    check_numerics: bool,
 ) -> Lifted:
     trace = _Trace()
     num_leaves = len(call.forms)
@@ -192,20 +201,46 @@ def _trace(
         leaves, nnx_arrays = flat[:num_leaves], flat[num_leaves : num_leaves + num_nnx]
         values = flat[num_leaves + num_nnx :]
         inputs = {id(v): (v, x) for v, x in zip(variables, values, strict=True)}
-        program = Program(strategy, num_replicas, ops, inputs, deferred=deferred, weights=weights)
+        numerics = None
+        if check_numerics:
+            numerics = Numerics(local_value, has_examples=weights is None or weights.mine > 0)
+        program = Program(
+            strategy,
+            num_replicas,
+            ops,
+            inputs,
+            deferred=deferred,
+            weights=weights,
+            numerics=numerics,
+        )
         trace.program = program
         replica_id = np.int32(0) if num_replicas == 1 else jax.lax.axis_index(REPLICA_AXIS)
         objects: tuple[Any, ...] = ()
         if call.nnx:
             objects = put_together(call.nnx, nnx_arrays, replica_id)
         args, kwargs = call.rebuild(leaves, objects)
+        if numerics is not None:
+            numerics.given(args, kwargs)
+            if call.nnx:
+                numerics.held(call.nnx.paths, nnx_arrays)
         context = ReplicaContext(strategy, replica_id, program, devices)
         with entered(Frame(strategy, context, program)):
             result = call.fn(*args, **kwargs)
         arrays = _record_output(trace, result)
+        changes: list[Any] = []
         if call.nnx:
-            arrays += _record_nnx(trace, call.nnx, nnx_arrays, objects, program)
-        return arrays + _record_updates(trace, program, deferred)
+            changes = _record_nnx(trace, call.nnx, nnx_arrays, objects, program)
+        updates = _record_updates(trace, program, deferred)
+        if numerics is not None:
+            if call.nnx:
+                numerics.changed(
+                    call.nnx.paths, nnx_arrays, dict(zip(trace.nnx_changes, changes, strict=True))
+                )
+            written = [(v, program.final_value(v)) for v in program.writes.values()]
+            trace.checks, counts = numerics.finish(list(program.before.values()), written, result)
+            arrays.append(counts)
+            trace.num_outputs += 1
+        return arrays + changes + updates
 
     forms = [*call.forms]
     if call.nnx:
@@ -220,9 +255,10 @@ def _trace(
         )
         raise
     except _NEEDS_A_VALUE as error:
-        raise _traced_value_error(error) from error
+        # With the traceback of the cause, so that it ends with the user's line too.
+        raise _traced_value_error(error).with_traceback(error.__traceback__) from error
     except jax.errors.UnexpectedTracerError as error:
-        raise _escaped_value_error() from error
+        raise _escaped_value_error().with_traceback(error.__traceback__) from error
     if any(isinstance(constant, Tracer) for constant in jaxpr.consts):
         raise _escaped_value_error()
     if jaxpr.consts:
@@ -245,6 +281,7 @@ def _trace(
         nnx_changes=trace.nnx_changes,
         num_nnx=num_nnx,
         gradients_are=program.gradients_are,
+        checks=trace.checks,
     )
 
 
@@ -321,7 +358,7 @@ def _record_nnx(
     new = changed(state, arrays, objects)
     for position, value in new.items():
         if is_batch_statistic(state.variables[position]):
-            new[position] = program.average(value)
+            new[position] = program.average(value, [f"NNX variable {state.paths[position]}"])
     trace.nnx_changes = tuple(new)
     return list(new.values())
 

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from distrib.engines.interrupts import InterruptsDeferred
 from distrib.engines.lift import Lifted, stand_in
+from distrib.engines.numerics import require_finite
 from distrib.engines.placement import UpdatePlacement
 from distrib.engines.signature import Kind
 from distrib.engines.varying import calls_back
@@ -82,8 +83,10 @@ class Step:
     ):
         written_ids = {id(v) for v in lifted.writes}
         read = [v for v in lifted.reads if id(v) not in written_ids]
-        # A callback may raise while the step runs: the old values are then kept until it is over.
-        self._may_fail = calls_back(lifted.jaxpr.jaxpr)
+        self._checks = lifted.checks
+        # A callback may raise while the step runs, and a check after it: the old values are then
+        # kept until it is over.
+        self._may_fail = calls_back(lifted.jaxpr.jaxpr) or bool(self._checks)
         self.compiled = _compile(
             lifted, lifted.writes, read, leaves, mesh, body, donated=not self._may_fail
         )
@@ -148,6 +151,9 @@ class Step:
             outputs, common, new = jax.block_until_ready(
                 self.compiled(written, read, arrays, nnx_arrays)
             )
+            if self._checks:
+                counts = np.asarray(outputs[-1]).reshape(-1, len(self._checks), 3)
+                require_finite([(self._checks, rows) for rows in counts])
             with InterruptsDeferred(), cells_held():
                 self._store(common, new)
         return outputs, common

@@ -24,6 +24,7 @@ from distrib.input import (
     datasets_from_function,
     distribute_dataset,
 )
+from distrib.platform import ends_with_users_line
 from distrib.reduce_op import ReduceOp
 from distrib.strategies.extended import StrategyExtended
 from distrib.values import DistributedValues, ValueContext, regroup, select_replica
@@ -72,6 +73,7 @@ class Strategy:
         with entered(Frame(self, None, frame.program)):
             yield self
 
+    @ends_with_users_line
     def run(
         self,
         fn: Callable[..., Any],
@@ -117,6 +119,7 @@ class Strategy:
         engine = extended.eager_engine if functions_run_eagerly() else extended.engine
         return engine.run(fn, args, kwargs or {})
 
+    @ends_with_users_line
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
         """Reduce ``value`` over the replicas. Cross-replica context.
 
@@ -137,6 +140,7 @@ class Strategy:
         self._require_cross_replica("reduce")
         return self._extended.reduce_tree(ReduceOp.parse(reduce_op), value, axis)
 
+    @ends_with_users_line
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the components of ``value`` along ``axis``. Cross-replica context.
 

@@ -14,6 +14,7 @@ from jax import lax
 
 from distrib.context import current_program, get_strategy, in_cross_replica_context
 from distrib.errors import VariableError
+from distrib.platform import ends_with_users_line
 from distrib.values import DistributedValues, Mirrored
 from distrib.variables.arithmetic import ArrayOperators
 from distrib.variables.storage import Storage
@@ -162,6 +163,7 @@ class Variable(ArrayOperators):
         """Copy the value to the host."""
         return np.array(self.value())
 
+    @ends_with_users_line
     def assign(self, value: Any) -> Any:
         """Replace the value.
 
@@ -181,10 +183,12 @@ class Variable(ArrayOperators):
         """
         return self._change("assign", value)
 
+    @ends_with_users_line
     def assign_add(self, value: Any) -> Any:
         """Add ``value``; as :meth:`assign` otherwise."""
         return self._change("add", value)
 
+    @ends_with_users_line
     def assign_sub(self, value: Any) -> Any:
         """Subtract ``value``; as :meth:`assign` otherwise."""
         return self._change("sub", value)

@@ -13,11 +13,13 @@ from distrib.config import check_numerics_enabled
 from distrib.engines import uneven
 from distrib.engines.cache import CompileCache
 from distrib.engines.calls import check_components, check_outside_trace, unjitted
+from distrib.engines.explanation import Explanation, explained, taken
 from distrib.engines.lift import Call, lift
 from distrib.engines.nnx_objects import NnxState, is_nnx_object, take_apart, write_back
 from distrib.engines.placement import UpdatePlacement
 from distrib.engines.signature import Kind, is_leaf, leaf_key, traced_form
 from distrib.engines.spmd import Step, entering_leaf, even_body, even_finish
+from distrib.platform import leaves_with_paths
 
 
 class SpmdEngine:
@@ -73,6 +75,22 @@ class SpmdEngine:
         """Return the program of a call as XLA compiled it, without running it."""
         leaves, treedef, state = _flattened(args, kwargs or {})
         return self._step(unjitted(fn), treedef, leaves, state)[1].compiled.as_text()
+
+    def explain(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Explanation:
+        """Describe the step of a call, without running it.
+
+        Raises:
+          NestedTraceError: inside of a JAX transformation.
+        """
+        check_outside_trace()
+        fn, kwargs = unjitted(fn), kwargs or {}
+        leaves, treedef, state = _flattened(args, kwargs)
+        signature, step = self._step(fn, treedef, leaves, state)
+        named = leaves_with_paths({"args": tuple(args), "kwargs": kwargs}, is_leaf=is_leaf)
+        takes = taken([path for path, _ in named], leaves, signature[1])
+        return explained(fn, self._mesh, step.use, takes, step.compiled)
 
     def _step(
         self, fn: Callable[..., Any], treedef: Any, leaves: Sequence[Any], nnx: NnxState | None

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from distrib.engines.explanation import use_of
 from distrib.engines.interrupts import InterruptsDeferred
 from distrib.engines.lift import Lifted, stand_in
 from distrib.engines.numerics import require_finite
@@ -90,6 +91,7 @@ class Step:
         self.compiled = _compile(
             lifted, lifted.writes, read, leaves, mesh, body, donated=not self._may_fail
         )
+        self.use = use_of(lifted, mesh)
         self._leaves = leaves
         self._mesh = mesh
         self._everywhere = replicated(mesh)

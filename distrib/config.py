@@ -5,6 +5,9 @@ from __future__ import annotations
 from distrib.platform import devices, virtual_devices
 
 __all__ = [
+    "check_numerics_enabled",
+    "disable_check_numerics",
+    "enable_check_numerics",
     "functions_run_eagerly",
     "logical_devices",
     "run_functions_eagerly",
@@ -12,6 +15,7 @@ __all__ = [
 ]
 
 _eagerly = False
+_checks_numerics = False
 
 
 def set_logical_devices(kind: str, count: int) -> None:
@@ -87,3 +91,39 @@ def functions_run_eagerly() -> bool:
     False
     """
     return _eagerly
+
+
+def enable_check_numerics() -> None:
+    """Make every step check that its numbers are finite, from the next call of ``run`` on.
+
+    A step that gives NaN or infinity then raises :class:`distrib.errors.NonFiniteError`, which
+    names the argument it came in with, the gradient, variable or output, the replica, and how many
+    elements; no variable has changed. What is checked: what a replica adds to the others' values
+    (gradients of ``apply_gradients``, operands of all-reduces), new values of variables, and what
+    the step returns. Inside of a loop or a transformation nothing is checked by itself.
+
+    Steps are compiled anew with the checks in them, keep the old values of variables until they
+    are over, and are waited for, so this is for debugging.
+
+    >>> enable_check_numerics()
+    >>> check_numerics_enabled()
+    True
+    >>> disable_check_numerics()
+    """
+    global _checks_numerics
+    _checks_numerics = True
+
+
+def disable_check_numerics() -> None:
+    """Stop checking: from the next call of ``run`` on, steps are what they were before."""
+    global _checks_numerics
+    _checks_numerics = False
+
+
+def check_numerics_enabled() -> bool:
+    """Return whether steps check that their numbers are finite.
+
+    >>> check_numerics_enabled()
+    False
+    """
+    return _checks_numerics

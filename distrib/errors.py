@@ -67,5 +67,9 @@ class VariableError(DistribError, ValueError):
     """A variable was created, read or assigned in a way that its definition does not allow."""
 
 
+class NonFiniteError(DistribError, FloatingPointError):
+    """A step gave NaN or infinity while ``distrib.config.enable_check_numerics()`` was on."""
+
+
 class AggregationError(DistribError, ValueError):
     """A value cannot be combined over the replicas in the way that was asked for."""

@@ -22,6 +22,7 @@ BUILT_IN = {
     errors.PerReplicaError: ValueError,
     errors.VariableError: ValueError,
     errors.AggregationError: ValueError,
+    errors.NonFiniteError: FloatingPointError,
 }
 
 

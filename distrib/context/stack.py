@@ -43,12 +43,15 @@ class ReplicaProgram(Protocol):
         """Return the examples of all replicas, of which this one has ``local``."""
         ...
 
-    def average(self, value: Any) -> Any:
+    def average(self, value: Any, names: Any = ()) -> Any:
         """Return the mean of a tree over the replicas, weighted by the examples of each."""
         ...
 
-    def combine(self, value: Any, aggregation: str) -> Any:
-        """Combine gradients: SUM, or MEAN weighted by the examples of each replica."""
+    def combine(self, value: Any, aggregation: str, names: Any = ()) -> Any:
+        """Combine gradients: SUM, or MEAN weighted by the examples of each replica.
+
+        ``names`` has one for each leaf, for messages.
+        """
         ...
 
 

@@ -9,10 +9,12 @@ import jax
 from jax.sharding import Mesh
 
 from distrib.collectives import CrossDeviceOps
+from distrib.config import check_numerics_enabled
 from distrib.engines import uneven
 from distrib.engines.arguments import Arguments
 from distrib.engines.cache import CompileCache
 from distrib.engines.calls import check_components, check_outside_trace, unjitted
+from distrib.engines.explanation import Explanation, explained, taken
 from distrib.engines.lift import Call, lift
 from distrib.engines.many_steps import (
     Stretch,
@@ -26,10 +28,11 @@ from distrib.engines.nnx_objects import write_back
 from distrib.engines.placement import UpdatePlacement
 from distrib.engines.refusals import unequal_shapes
 from distrib.engines.run_options import NO_OPTIONS, RunOptions
-from distrib.engines.signature import Kind, traced_form
+from distrib.engines.signature import Kind, is_argument, traced_form
 from distrib.engines.spmd import Step, entering_leaf, even_body, even_finish, even_out_specs
 from distrib.engines.uncompiled import Runs, Uncompiled
 from distrib.errors import UnevenReplicasError
+from distrib.platform import leaves_with_paths
 
 
 class SpmdEngine:
@@ -151,6 +154,30 @@ class SpmdEngine:
         write_back(arguments.nnx, changes)
         return result
 
+    def explain(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Explanation:
+        """Describe the step of a call, without running it.
+
+        Raises:
+          UnevenReplicasError: if it has no program.
+          NestedTraceError: inside of a JAX transformation.
+        """
+        check_outside_trace()
+        kwargs = kwargs or {}
+        arguments = Arguments(args, kwargs)
+        step = self._step(unjitted(fn), arguments, NO_OPTIONS, True)
+        if isinstance(step, Uncompiled):
+            raise step.refusal
+        return self._explanation(fn, args, kwargs, arguments, step)
+
+    def _explanation(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, arguments: Arguments, step: Step
+    ) -> Explanation:
+        named = leaves_with_paths({"args": tuple(args), "kwargs": kwargs}, is_leaf=is_argument)
+        takes = taken([path for path, _ in named], arguments.leaves, arguments.keys)
+        return explained(fn, self._mesh, step.use, takes, step.compiled)
+
     def _step(
         self,
         fn: Callable[..., Any],
@@ -161,10 +188,13 @@ class SpmdEngine:
     ) -> Step | Uncompiled:
         """Find or make the program of a call, or of a stretch of steps."""
         steps = None if stretch is None else stretch.key
-        signature = (*arguments.key, in_replica, options.key, steps)
+        check_numerics = check_numerics_enabled()
+        signature = (*arguments.key, in_replica, options.key, check_numerics, steps)
         step = self._cache.find(fn, signature)
         if step is None:
-            step, variables = self._make(fn, arguments, options, in_replica, stretch)
+            step, variables = self._make(
+                fn, arguments, options, in_replica, check_numerics, stretch
+            )
             self._cache.add(fn, signature, step, variables, arguments.objects)
         return step
 
@@ -174,6 +204,7 @@ class SpmdEngine:
         arguments: Arguments,
         options: RunOptions,
         in_replica: bool,
+        check_numerics: bool,
         stretch: Stretch | None,
     ) -> tuple[Step | Uncompiled, Sequence[Any]]:
         size = self._mesh.devices.size
@@ -195,6 +226,7 @@ class SpmdEngine:
                 weights=weights,
                 devices=(self._device,),
                 axis_size=axis_size,
+                check_numerics=check_numerics,
             )
 
         xla_options = options.experimental_xla_options

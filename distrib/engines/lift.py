@@ -31,8 +31,9 @@ from distrib.engines.nnx_objects import (
     is_batch_statistic,
     put_together,
 )
+from distrib.engines.numerics import Check, Numerics
 from distrib.engines.outputs import Outputs, record_outputs
-from distrib.engines.program import Program, UnknownVariable, Update
+from distrib.engines.program import Program, UnknownVariable, Update, local_value
 from distrib.engines.refusals import nnx_differs
 from distrib.engines.varying import used_inputs, varying_outputs
 from distrib.engines.weights import ExampleWeights
@@ -89,6 +90,8 @@ class Lifted:
       nnx_changes: the positions of the NNX variables that change.
       num_nnx: how many NNX arrays are inputs.
       gradients_are: how gradients are combined, as far as the step has shown it.
+      checks: what is looked at for values that are not finite; then the last of the outputs is not
+        the function's but their counts.
     """
 
     jaxpr: Any
@@ -101,6 +104,7 @@ class Lifted:
     nnx_changes: tuple[int, ...]
     num_nnx: int
     gradients_are: ReduceOp | None
+    checks: tuple[Check, ...] = ()
 
     @property
     def num_outputs(self) -> int:
@@ -127,9 +131,11 @@ class _Trace:
     def __init__(self) -> None:
         self.program: Program | None = None
         self.outputs = Outputs([], (), lambda arrays: None)
+        self.everywhere: tuple[bool, ...] = ()
         self.nnx_changes: tuple[int, ...] = ()
         self.writes: tuple[Variable, ...] = ()
         self.updates: list[tuple[Update, Any, int]] = []
+        self.checks: tuple[Check, ...] = ()
 
 
 def lift(
@@ -142,6 +148,7 @@ def lift(
     weights: ExampleWeights | None = None,
     devices: tuple[str, ...] = (),
     axis_size: int | None = None,
+    check_numerics: bool = False,
 ) -> Lifted:
     """Trace the function of a call.
 
@@ -154,6 +161,7 @@ def lift(
       weights: the examples of each replica, where they differ.
       devices: what the replica context gives as its device.
       axis_size: the size of the mesh axis, if it is not to be the number of replicas.
+      check_numerics: whether to look for values that are not finite.
 
     Raises:
       TracedValueError: if Python code needs a value that exists only when the step runs.
@@ -173,6 +181,7 @@ def lift(
                 weights,
                 devices,
                 axis_size or num_replicas,
+                check_numerics,
             )
         except UnknownVariable as unknown:
             # A variable of another strategy, or of none. It is an input like the others.
@@ -189,6 +198,7 @@ def _trace(
     weights: ExampleWeights | None,
     devices: tuple[str, ...],
     axis_size: int,
+    check_numerics: bool,
 ) -> Lifted:
     trace = _Trace()
     num_leaves = len(call.forms)
@@ -198,7 +208,18 @@ def _trace(
         leaves, nnx_arrays = flat[:num_leaves], flat[num_leaves : num_leaves + num_nnx]
         values = flat[num_leaves + num_nnx :]
         inputs = {id(v): (v, x) for v, x in zip(variables, values, strict=True)}
-        program = Program(strategy, num_replicas, ops, inputs, deferred=deferred, weights=weights)
+        numerics = None
+        if check_numerics:
+            numerics = Numerics(local_value, has_examples=weights is None or weights.mine > 0)
+        program = Program(
+            strategy,
+            num_replicas,
+            ops,
+            inputs,
+            deferred=deferred,
+            weights=weights,
+            numerics=numerics,
+        )
         trace.program = program
         replica_id = np.int32(0) if num_replicas == 1 else jax.lax.axis_index(REPLICA_AXIS)
         objects: tuple[Any, ...] = ()
@@ -211,13 +232,29 @@ def _trace(
             program.replicas = InlinedReplicas(frame, num_replicas, trace_token()).run
             frame = Frame(strategy, None, program)
         args, kwargs = call.rebuild(leaves, objects)
+        if numerics is not None:
+            numerics.given(args, kwargs)
+            if call.nnx:
+                numerics.held(call.nnx.paths, nnx_arrays)
         with entered(frame):
             result = call.fn(*args, **kwargs)
         trace.outputs = record_outputs(result, in_replica=call.in_replica or num_replicas == 1)
         arrays = [*trace.outputs.arrays]
+        trace.everywhere = trace.outputs.everywhere
+        changes: list[Any] = []
         if call.nnx:
-            arrays += _record_nnx(trace, call.nnx, nnx_arrays, objects, program)
-        return arrays + _record_updates(trace, program, deferred)
+            changes = _record_nnx(trace, call.nnx, nnx_arrays, objects, program)
+        updates = _record_updates(trace, program, deferred)
+        if numerics is not None:
+            if call.nnx:
+                numerics.changed(
+                    call.nnx.paths, nnx_arrays, dict(zip(trace.nnx_changes, changes, strict=True))
+                )
+            written = [(v, program.final_value(v)) for v in program.writes.values()]
+            trace.checks, counts = numerics.finish(list(program.before.values()), written, result)
+            arrays.append(counts)
+            trace.everywhere = (*trace.everywhere, False)
+        return arrays + changes + updates
 
     forms = [*call.forms]
     if call.nnx:
@@ -232,9 +269,10 @@ def _trace(
         )
         raise
     except _NEEDS_A_VALUE as error:
-        raise _traced_value_error(error) from error
+        # With the traceback of the cause, so that it ends with the user's line too.
+        raise _traced_value_error(error).with_traceback(error.__traceback__) from error
     except jax.errors.UnexpectedTracerError as error:
-        raise _escaped_value_error() from error
+        raise _escaped_value_error().with_traceback(error.__traceback__) from error
     if any(isinstance(constant, Tracer) for constant in jaxpr.consts):
         raise _escaped_value_error()
     if jaxpr.consts:
@@ -253,10 +291,11 @@ def _trace(
         writes=trace.writes,
         updates=tuple(trace.updates),
         output=trace.outputs.rebuild,
-        everywhere=trace.outputs.everywhere,
+        everywhere=trace.everywhere,
         nnx_changes=trace.nnx_changes,
         num_nnx=num_nnx,
         gradients_are=program.gradients_are,
+        checks=trace.checks,
     )
 
 
@@ -304,7 +343,7 @@ def _record_nnx(
     new = changed(state, arrays, objects)
     for position, value in new.items():
         if is_batch_statistic(state.variables[position]):
-            new[position] = program.average(value)
+            new[position] = program.average(value, [f"NNX variable {state.paths[position]}"])
     trace.nnx_changes = tuple(new)
     return list(new.values())
 
@@ -317,7 +356,7 @@ def _check_nnx_agree(jaxpr: Any, call: Call, trace: _Trace, variables: list[Vari
     inputs = [*call.varying, *(False for _ in state.variables)]
     inputs += [v.storage.per_replica for v in variables]
     vary = varying_outputs(jaxpr.jaxpr, inputs, REPLICA_AXIS)
-    start = len(trace.outputs.arrays)
+    start = len(trace.everywhere)
     for offset, position in enumerate(trace.nnx_changes):
         if vary[start + offset]:
             raise nnx_differs(state, position)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from distrib.collectives import CrossDeviceOps, all_gather, all_reduce, from_first_replica
 from distrib.context import Frame, current_frame, entered
+from distrib.engines.numerics import Numerics
 from distrib.engines.refusals import (
     changed_in_transformation,
     merged_in_transformation,
@@ -94,6 +95,7 @@ class Program:
       inputs: the variables that are inputs, by ``id``, with their traced values.
       deferred: whether updates are applied outside the program, on the device of the variables.
       weights: the examples of each replica, where they differ; None where all have equally many.
+      numerics: looks at values that must be finite; None where that is not asked for.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Program:
         *,
         deferred: bool,
         weights: ExampleWeights | None = None,
+        numerics: Numerics | None = None,
     ):
         self._strategy = strategy
         self._size = num_replicas
@@ -112,8 +115,10 @@ class Program:
         self._inputs = inputs
         self._deferred = deferred
         self._weights = weights
+        self._numerics = numerics
         self._token = trace_token()
         self._current: dict[int, Any] = {}
+        self.before: dict[int, tuple[Variable, Any]] = {}
         self.writes: dict[int, Variable] = {}
         self.updates: list[Update] = []
         self._combined_by: ReduceOp | None = None
@@ -137,6 +142,7 @@ class Program:
         key = id(variable)
         if key not in self._inputs:
             raise UnknownVariable(variable)
+        self.before[key] = self._inputs[key]
         return self._inputs[key][1]
 
     def _entry(self, variable: Variable) -> Any:
@@ -208,12 +214,19 @@ class Program:
             if aggregation is VariableAggregation.SUM:
                 raise number_summed(variable, value)
             return value
-        return self.all_reduce(ReduceOp.parse(aggregation.name), value, None)
+        if self._numerics is not None:
+            self._numerics.brought(f"what is assigned to variable {variable.name}", value)
+        return self._reduce(ReduceOp.parse(aggregation.name), value, None)
 
     # The meeting of the replicas.
 
     def all_reduce(self, op: ReduceOp, value: Any, options: Any) -> Any:
         """Reduce a tree over the replicas."""
+        if self._numerics is not None:
+            self._numerics.combined(f"the operand of all_reduce({op.name})", value)
+        return self._reduce(op, value, options)
+
+    def _reduce(self, op: ReduceOp, value: Any, options: Any) -> Any:
         # With uneven replicas a division by their number marks jax.lax.pmean, which then weights
         # them; all_reduce is tf.distribute's and does not, so it multiplies.
         scale = None if self._weights is None else 1.0 / self._size
@@ -223,6 +236,8 @@ class Program:
 
     def all_gather(self, value: Any, axis: int, options: Any) -> Any:
         """Concatenate a tree over the replicas."""
+        if self._numerics is not None:
+            self._numerics.brought("the operand of all_gather", value)
         return all_gather(value, axis)
 
     def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict) -> Any:
@@ -259,16 +274,18 @@ class Program:
         self._counts_examples = True
         return local * self._size if self._weights is None else self._weights.total
 
-    def combine(self, value: Any, aggregation: str) -> Any:
+    def combine(self, value: Any, aggregation: str, names: Sequence[str] = ()) -> Any:
         """Combine gradients over the replicas: SUM, or MEAN weighted by the examples of each."""
         op = self._combined_by = ReduceOp.parse(aggregation)
-        return self._weighted(op, value)
+        return self._weighted(op, value, names)
 
-    def average(self, value: Any) -> Any:
+    def average(self, value: Any, names: Sequence[str] = ()) -> Any:
         """Return the mean of a tree over the replicas, weighted by the examples of each."""
-        return self._weighted(ReduceOp.MEAN, value)
+        return self._weighted(ReduceOp.MEAN, value, names)
 
-    def _weighted(self, op: ReduceOp, value: Any) -> Any:
+    def _weighted(self, op: ReduceOp, value: Any, names: Sequence[str]) -> Any:
+        if self._numerics is not None:
+            self._numerics.combined(f"what is combined ({op.name})", value, names)
         if self._size == 1:
             return value
         if self._weights is None:

@@ -16,6 +16,7 @@ from jax.core import Tracer
 
 from distrib.collectives import check_arrays, check_numbers
 from distrib.context import current_frame
+from distrib.engines.numerics import Numerics
 from distrib.engines.program import Apply, Update, applied, combined, share_of_total
 from distrib.engines.refusals import (
     changed_in_transformation,
@@ -47,6 +48,7 @@ class StepValues:
         self.strategy = strategy
         self.devices = devices
         self._components: dict[int, tuple[Variable, list[jax.Array]]] = {}
+        self._before: dict[int, list[jax.Array]] = {}
         self._changed: dict[int, Variable] = {}
 
     def get(self, variable: Variable, replica: int) -> jax.Array:
@@ -61,6 +63,7 @@ class StepValues:
                 copies = [copies[0]] * len(self.devices)
             found = [self.here(copy, i) for i, copy in enumerate(copies)]
             self._components[id(variable)] = (variable, found)
+            self._before[id(variable)] = list(found)
         return self._components[id(variable)][1]
 
     def here(self, value: Any, replica: int) -> jax.Array:
@@ -102,6 +105,14 @@ class StepValues:
             return variable.storage.read()  # Raises the error that says what to do.
         return reduced(ReduceOp.parse(variable.aggregation.name), parts, self.devices[0])
 
+    def before(self, replica: int) -> list[tuple[Variable, jax.Array]]:
+        """Return the variables that the step has touched, with what a replica had of them."""
+        return [(self._components[key][0], old[replica]) for key, old in self._before.items()]
+
+    def written(self, replica: int) -> list[tuple[Variable, jax.Array]]:
+        """Return the variables that have changed, with what a replica has of them now."""
+        return [(v, self._components[key][1][replica]) for key, v in self._changed.items()]
+
     def put_back(self) -> None:
         """Store what has changed in the variables."""
         for key, variable in self._changed.items():
@@ -140,10 +151,6 @@ def form(array: Any) -> str:
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
-def _forms(arrays: Sequence[Any]) -> str:
-    return ", ".join(form(array) for array in arrays)
-
-
 class ReplicaThread:
     """The program of one replica; also the meeting of its replica context.
 
@@ -151,12 +158,20 @@ class ReplicaThread:
       values: the variables during the step.
       turn: the thread, which asks for meetings; None for the program of cross-replica context.
       weights: the examples of this replica among those of all.
+      numerics: looks at values that must be finite; None where that is not asked for.
     """
 
-    def __init__(self, values: StepValues, turn: Turn | None, weights: ExampleWeights | None):
+    def __init__(
+        self,
+        values: StepValues,
+        turn: Turn | None,
+        weights: ExampleWeights | None,
+        numerics: Numerics | None = None,
+    ):
         self._values = values
         self._turn = turn
         self._weights = weights
+        self._numerics = numerics
         self._size = len(values.devices)
         self._token = trace_token()
 
@@ -215,6 +230,9 @@ class ReplicaThread:
         else:
             name = "assign" if kind == "assign" else f"assign_{kind}"
             shown = f"{name} of variable {variable.name!r}"
+            means = variable.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA
+            if self._numerics is not None and means:
+                self._numerics.brought(f"what is assigned to variable {variable.name}", value)
             self._ask(("assign", kind, id(variable)), shown, (variable, kind, value))
         return self._values.get(variable, self._replica)
 
@@ -251,11 +269,13 @@ class ReplicaThread:
         treedef = jax.tree.structure(value)
         shown = f"all_reduce({op.name})"
         arrays = check_numbers(value, shown) if treedef.num_leaves else []
+        if self._numerics is not None:
+            self._numerics.combined(f"the operand of {shown}", value)
         if self._size == 1:
             return jax.tree.unflatten(treedef, [_mean_of_one(op, array) for array in arrays])
 
         def reduce(inputs: list) -> list:
-            shown_inputs = f"{shown} of {_forms(inputs)}"
+            shown_inputs = f"{shown} of {', '.join(map(form, inputs))}"
             return self._ask(("all_reduce", op, treedef), shown_inputs, inputs)
 
         @jax.custom_vjp
@@ -274,6 +294,8 @@ class ReplicaThread:
         treedef = jax.tree.structure(value)
         shown = f"all_gather(axis={axis})"
         arrays = check_arrays(value, "all_gather") if treedef.num_leaves else []
+        if self._numerics is not None:
+            self._numerics.brought("the operand of all_gather", value)
         for array in arrays:
             if not -array.ndim <= axis < array.ndim:
                 raise AggregationError(
@@ -284,7 +306,7 @@ class ReplicaThread:
             return jax.tree.unflatten(treedef, arrays)
 
         def gather(inputs: list) -> tuple[list, list]:
-            shown_inputs = f"{shown} of {_forms(inputs)}"
+            shown_inputs = f"{shown} of {', '.join(map(form, inputs))}"
             return self._ask(("all_gather", axis, treedef), shown_inputs, inputs)
 
         @jax.custom_vjp
@@ -315,9 +337,11 @@ class ReplicaThread:
         name = getattr(merge_fn, "__qualname__", repr(merge_fn))
         return self._ask("merge_call", f"merge_call({name})", (merge_fn, tuple(args), kwargs))
 
-    def combine(self, value: Any, aggregation: str) -> Any:
+    def combine(self, value: Any, aggregation: str, names: Sequence[str] = ()) -> Any:
         """Combine a tree: SUM, or MEAN weighted by the examples of each replica."""
         op = ReduceOp.parse(aggregation)
+        if self._numerics is not None:
+            self._numerics.combined(f"what is combined ({op.name})", value, names)
         if self._size == 1:
             return value
         if self._weights is not None:
@@ -329,9 +353,9 @@ class ReplicaThread:
             treedef, self._ask(("all_reduce", op, "combine", treedef), shown, leaves)
         )
 
-    def average(self, value: Any) -> Any:
+    def average(self, value: Any, names: Sequence[str] = ()) -> Any:
         """Return the mean of a tree over the replicas, weighted by the examples of each."""
-        return self.combine(value, "MEAN")
+        return self.combine(value, "MEAN", names)
 
     def global_examples(self, local: int) -> int:
         """Return the examples of all replicas, of which this one has ``local``."""

@@ -18,7 +18,8 @@ class RunOptions:
         ``jax.jit(compiler_options=...)`` takes them; None for none.
       steps_per_call: how many steps one call runs, in one program (`jax.lax.scan`). Of an iterator
         of a distributed dataset among the arguments each step is given its next batch.
-      explain: print what the step reads, writes, sends and compiles to, before it is run.
+      explain: print what the step reads, writes, sends and compiles to, before it is run: what
+        ``strategy.extended.explain`` returns, of one step.
 
     Raises:
       ValueError: if a value has the wrong type or range, or asks for what cannot have an effect

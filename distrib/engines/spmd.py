@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from distrib.engines.explanation import use_of
 from distrib.engines.interrupts import InterruptsDeferred
 from distrib.engines.lift import Lifted, stand_in
+from distrib.engines.numerics import require_finite
 from distrib.engines.placement import UpdatePlacement
 from distrib.engines.signature import Kind
 from distrib.engines.varying import calls_back
@@ -98,13 +100,16 @@ class Step:
     ):
         written_ids = {id(v) for v in lifted.writes}
         read = [v for v in lifted.reads if id(v) not in written_ids]
-        # A callback may raise while the step runs: the old values are then kept until it is over.
-        self._may_fail = calls_back(lifted.jaxpr.jaxpr)
+        self._checks = lifted.checks
+        # A callback may raise while the step runs, and a check after it: the old values are then
+        # kept until it is over.
+        self._may_fail = calls_back(lifted.jaxpr.jaxpr) or bool(self._checks)
         lowered = _lower(
             lifted, lifted.writes, read, leaves, mesh, body, out_specs, donated=not self._may_fail
         )
         self.compiled = lowered.compile(xla_options)
         self.output_shapes = output_shapes
+        self.use = use_of(lifted, mesh)
         self._leaves = leaves
         self._mesh = mesh
         self._everywhere = replicated(mesh)
@@ -166,9 +171,17 @@ class Step:
             outputs, common, new = jax.block_until_ready(
                 self.compiled(written, read, arrays, nnx_arrays)
             )
+            if self._checks:
+                self._check(np.asarray(outputs[-1]))
             with InterruptsDeferred(), cells_held():
                 self._store(common, new)
         return outputs, common
+
+    def _check(self, counts: np.ndarray) -> None:
+        """Raise for the first of the steps whose values, ``[replica, step, check, 3]``, are bad."""
+        by_replica = counts.reshape(self._mesh.devices.size, -1, len(self._checks), 3)
+        for step in range(by_replica.shape[1]):
+            require_finite([(self._checks, rows[step]) for rows in by_replica])
 
     def _store(self, common: list, new: list) -> None:
         for cell, array in zip(self._written, new, strict=True):

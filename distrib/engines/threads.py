@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distrib.config import check_numerics_enabled
 from distrib.context import Frame, ReplicaContext, entered
 from distrib.engines.calls import check_components, check_outside_trace, unjitted
 from distrib.engines.interrupts import InterruptsDeferred
@@ -30,6 +31,7 @@ from distrib.engines.nnx_objects import (
     take_apart,
     write_back,
 )
+from distrib.engines.numerics import Numerics, require_finite
 from distrib.engines.refusals import nnx_differs, unequal_shapes
 from distrib.engines.replica_thread import (
     ReplicaThread,
@@ -100,11 +102,13 @@ class ThreadsEngine:
         weights = _weights(leaves, len(self._devices))
         objects = [leaf for leaf in leaves if is_nnx_object(leaf)]
         state = take_apart(objects) if objects else None
+        numerics = [_numerics(i, weights[i]) for i in range(len(self._devices))]
         bodies = [
-            self._body(fn, treedef, leaves, i, values, weights[i], state)
+            self._body(fn, treedef, leaves, i, values, weights[i], state, numerics[i])
             for i in range(len(self._devices))
         ]
         outcomes = take_turns(bodies, lambda requests: self._meet(values, requests))
+        _require_finite(values, outcomes, numerics)
         changes = _agreed(state, [change for _, change in outcomes]) if state else {}
         changes = {position: values.free(new, 0) for position, new in changes.items()}
         result = _merged([values.outside(result, i) for i, (result, _) in enumerate(outcomes)])
@@ -123,12 +127,13 @@ class ThreadsEngine:
         values: StepValues,
         weights: ExampleWeights | None,
         state: NnxState | None,
+        numerics: Numerics | None,
     ) -> Callable[[Turn], Any]:
         device = self._devices[replica]
         settings = thread_settings()
 
         def body(turn: Turn) -> Any:
-            program = ReplicaThread(values, turn, weights)
+            program = ReplicaThread(values, turn, weights, numerics)
             context = ReplicaContext(
                 self._strategy, np.int32(replica), program, (device_string(device),)
             )
@@ -140,6 +145,10 @@ class ThreadsEngine:
                     for x in leaves
                 ]
                 args, kwargs = jax.tree.unflatten(treedef, seen)
+                if numerics is not None:
+                    numerics.given(args, kwargs)
+                    if state is not None:
+                        numerics.held(state.paths, arrays)
                 result = _called(fn, args, kwargs)
                 if state is None:
                     return result, {}
@@ -147,7 +156,10 @@ class ThreadsEngine:
                 change = changed(state, arrays, copies)
                 for position, new in change.items():
                     if is_batch_statistic(state.variables[position]):
-                        change[position] = program.average(new)
+                        name = f"NNX variable {state.paths[position]}"
+                        change[position] = program.average(new, [name])
+                if numerics is not None:
+                    numerics.changed(state.paths, arrays, change)
                 return result, change
 
         return body
@@ -189,17 +201,43 @@ class ThreadsEngine:
         ]
 
 
+def _numerics(replica: int, weights: ExampleWeights | None) -> Numerics | None:
+    """Return what looks at the numbers of a replica, if that is asked for."""
+    if not check_numerics_enabled():
+        return None
+    has_examples = weights is None or weights.mine > 0
+    return Numerics(lambda value: value.values[replica], has_examples=has_examples)
+
+
+def _require_finite(
+    values: StepValues,
+    outcomes: Sequence[tuple[Any, Any]],
+    numerics: Sequence[Numerics | None],
+) -> None:
+    """Raise if a number of a replica is not finite.
+
+    Raises:
+      NonFiniteError: naming the value and the replicas.
+    """
+    found = []
+    for replica, ((result, _), each) in enumerate(zip(outcomes, numerics, strict=True)):
+        if each is not None:
+            found.append(each.finish(values.before(replica), values.written(replica), result))
+    require_finite(found)
+
+
 def _called(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     try:
         return fn(*args, **kwargs)
     except NameError as error:
         if "unbound axis name" not in str(error):
             raise
-        raise ContextError(
+        refusal = ContextError(
             f"{error}: replicas that run eagerly are no mesh axis, so the collectives of jax.lax, "
             "and layers with an axis_name, cannot meet. Use get_replica_context().all_reduce, or "
             "run compiled: distrib.config.run_functions_eagerly(False)."
-        ) from error
+        )
+        raise refusal.with_traceback(error.__traceback__) from error
 
 
 def _whole(leaf: Any) -> bool:

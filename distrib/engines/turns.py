@@ -13,11 +13,13 @@ import contextvars
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from distrib.errors import MeetingError, ReplicaDeadlineError
+from distrib.platform import stack_as_traceback, user_location
 
 TURN_SECONDS = 300.0
 """A replica that neither returns nor asks for a meeting for this long is given up."""
@@ -106,9 +108,19 @@ class Turn:
             if time.monotonic() > end and not _in_debugger(self._thread):
                 raise ReplicaDeadlineError(
                     f"Replica {self.index} has run for {seconds:g} s without returning or reaching "
-                    "a collective, while the others wait for it. It is stuck in its own code: look "
-                    "at what it waits for."
+                    "a collective, while the others wait for it. It is stuck in its own code, at "
+                    f"{self.line}: look at what it waits for."
                 )
+
+    @property
+    def line(self) -> str:
+        """The user's line at which the replica waits or runs."""
+        return user_location(self.frame) or "a line of no file"
+
+    @property
+    def frame(self) -> types.FrameType | None:
+        """The innermost frame of the thread."""
+        return _current_frame(self._thread)
 
     def abandon(self) -> None:
         """End the thread, if it waits."""
@@ -120,12 +132,16 @@ class Turn:
 
 def _in_debugger(thread: threading.Thread) -> bool:
     """Tell whether a debugger has stopped the thread: its user may think as long as they like."""
-    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - documented
+    frame = _current_frame(thread)
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
             return True
         frame = frame.f_back
     return False
+
+
+def _current_frame(thread: threading.Thread) -> types.FrameType | None:
+    return sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - documented
 
 
 def take_turns(
@@ -157,7 +173,13 @@ def take_turns(
                     raise turn.error
             if all(turn.done for turn in turns):
                 return [turn.result for turn in turns]
-            answers = meet(_same_meeting(turns))
+            try:
+                answers = meet(_same_meeting(turns))
+            except Exception as error:
+                # It ends with the line of the step that called for the meeting.
+                waiting = next(turn for turn in turns if turn.request is not None)
+                error.__traceback__ = stack_as_traceback(waiting.frame, error.__traceback__)
+                raise
     finally:
         for turn in turns:
             turn.abandon()
@@ -176,13 +198,14 @@ def _same_meeting(turns: Sequence[Turn]) -> list[Request]:
             shown = waiting.request.shown if waiting.request else ""
             raise MeetingError(
                 f"Replica {waiting.index} waits in {shown}, and replica {turn.index} has returned "
-                "without it: every replica must make the same collective calls."
+                "without it: every replica must make the same collective calls. Replica "
+                f"{waiting.index} is at {waiting.line}."
             )
         if turn.request.kind != waiting.request.kind:
             raise MeetingError(
                 f"Replica {waiting.index} calls {waiting.request.shown}, and replica {turn.index} "
                 f"calls {turn.request.shown}: the replicas must make the same collective calls in "
-                "the same order."
+                f"the same order. They are at {waiting.line} and {turn.line}."
             )
         requests.append(turn.request)
     return requests

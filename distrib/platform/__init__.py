@@ -21,6 +21,11 @@ from distrib.platform.jax_compat import (
 )
 from distrib.platform.mesh import REPLICA_AXIS, replica_mesh, replicated, split
 from distrib.platform.pytree_paths import leaves_with_paths, path_string
+from distrib.platform.tracebacks import (
+    ends_with_users_line,
+    stack_as_traceback,
+    user_location,
+)
 from distrib.platform.virtual_devices import ensure_thread_pool, set_logical_devices
 
 __all__ = [
@@ -29,6 +34,7 @@ __all__ = [
     "backends_initialized",
     "bind_equation",
     "device_string",
+    "ends_with_users_line",
     "ensure_thread_pool",
     "jaxpr_function",
     "leaves_with_paths",
@@ -41,10 +47,12 @@ __all__ = [
     "set_logical_devices",
     "short_device_string",
     "split",
+    "stack_as_traceback",
     "thread_settings",
     "trace_token",
     "uncommitted",
     "under_jit",
     "under_trace",
+    "user_location",
     "with_settings",
 ]

@@ -76,6 +76,12 @@ class Engine(Runner, Protocol):
         """Return the compiled program of a call."""
         ...
 
+    def explain(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Describe the compiled program of a call."""
+        ...
+
 
 class Combiner(Protocol):
     """How the values of the replicas become one."""

@@ -61,6 +61,8 @@ class _Alone:
         """Raise: the default strategy compiles nothing."""
         raise TypeError("The default strategy calls a function as it is, and compiles nothing.")
 
+    explain = compiled_text
+
 
 class DefaultStrategy(Strategy):
     """What :func:`distrib.get_strategy` returns outside of every scope.

@@ -14,8 +14,9 @@ from distrib.context import (
     require_cross_replica_context,
     require_same_strategy,
 )
+from distrib.engines.explanation import Explanation
 from distrib.errors import ContextError, VariableError
-from distrib.platform import Device, device_string
+from distrib.platform import Device, device_string, ends_with_users_line
 from distrib.reduce_op import ReduceOp
 from distrib.strategies.answers import Combiner, Engine, Runner, VariableHome
 from distrib.strategies.mirroring import assert_mirrored
@@ -185,6 +186,24 @@ class StrategyExtended:
     ) -> str:
         """Return the program that ``run(fn, args, kwargs)`` runs, as XLA compiled it (HLO text)."""
         return self.engine.compiled_text(fn, args, kwargs)
+
+    @ends_with_users_line
+    def explain(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Explanation:
+        """Describe what ``run(fn, args, kwargs)`` reads, writes, sends and compiles to.
+
+        The step is compiled, and not run; ``run`` uses what has been compiled. It is the compiled
+        step that is described under ``distrib.config.run_functions_eagerly(True)`` too.
+
+        Returns:
+          Plain data, which prints as tables.
+
+        Raises:
+          NestedTraceError: inside of a step or a JAX transformation.
+          TypeError: under the default strategy, which compiles nothing.
+        """
+        return self.engine.explain(fn, args, kwargs)
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:

@@ -18,6 +18,7 @@ Call = tuple[Sequence[Any], dict[str, Any]]
 
 def run_with_options(
     engine: Runner,
+    explain: Callable[..., Any],
     program: Any,
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -25,6 +26,15 @@ def run_with_options(
     options: RunOptions,
 ) -> Any:
     """Call ``fn`` once for each replica as ``options`` say.
+
+    Args:
+      engine: where replicas run.
+      explain: describes the step of a call.
+      program: the program that is current, if there is one.
+      fn: the step.
+      args: its arguments.
+      kwargs: the same by name.
+      options: what is asked for.
 
     Raises:
       TypeError: if ``options`` is no ``RunOptions``.
@@ -39,9 +49,14 @@ def run_with_options(
             f"run was given {options!r} inside of a distrib.function, where its step is a part of "
             "one program. Leave the options out, or call run outside of the function."
         )
-    if options.steps_per_call == 1:
+    count = options.steps_per_call
+    calls = [(args, kwargs)] if count == 1 else drawn_calls(args, kwargs, count)
+    if options.explain:
+        first_args, first_kwargs = calls[0]
+        print(explain(fn, first_args, first_kwargs))
+    if count == 1:
         return engine.run(fn, args, kwargs, options)
-    return engine.run_steps(fn, drawn_calls(args, kwargs, options.steps_per_call), options)
+    return engine.run_steps(fn, calls, options)
 
 
 def drawn_calls(args: Sequence[Any], kwargs: dict[str, Any], count: int) -> list[Call]:

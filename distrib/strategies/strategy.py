@@ -27,6 +27,7 @@ from distrib.input import (
     datasets_from_function,
     distribute_dataset,
 )
+from distrib.platform import ends_with_users_line
 from distrib.reduce_op import ReduceOp
 from distrib.strategies.extended import StrategyExtended
 from distrib.strategies.many_steps import run_with_options
@@ -76,6 +77,7 @@ class Strategy(CanBeCurrent):
         with entered(Frame(self, None, frame.program)):
             yield self
 
+    @ends_with_users_line
     def run(
         self,
         fn: Callable[..., Any],
@@ -120,11 +122,14 @@ class Strategy(CanBeCurrent):
         extended = self._extended
         engine = extended.eager_engine if functions_run_eagerly() else extended.engine
         if options is not None:
-            return run_with_options(engine, program, fn, args, kwargs or {}, options)
+            return run_with_options(
+                engine, extended.explain, program, fn, args, kwargs or {}, options
+            )
         if program is not None:
             return program.run(fn, args, kwargs or {})
         return engine.run(fn, args, kwargs or {})
 
+    @ends_with_users_line
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
         """Reduce ``value`` over the replicas. Cross-replica context.
 
@@ -145,6 +150,7 @@ class Strategy(CanBeCurrent):
         self._require_cross_replica("reduce")
         return self._extended.reduce_tree(ReduceOp.parse(reduce_op), value, axis)
 
+    @ends_with_users_line
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the components of ``value`` along ``axis``. Cross-replica context.
 

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from distrib.context import current_program, in_cross_replica_context
+from distrib.platform import ends_with_users_line, leaves_with_paths
 from distrib.random import replica_key
 from distrib.reduce_op import ReduceOp
 from distrib.variables import HoldsVariables, Variable, VariableAggregation, VariableTree
@@ -203,6 +204,7 @@ class TrainState(HoldsVariables):
     def _fields(self) -> list[str]:
         return ["step", *self.__dict__.get("_trees", {}), *self.__dict__.get("_constants", {})]
 
+    @ends_with_users_line
     def apply_gradients(
         self, *, grads: Any, aggregation: ReduceOp | str | None = "MEAN", **changes: Any
     ) -> TrainState:
@@ -238,7 +240,8 @@ class TrainState(HoldsVariables):
                 variable.assign(new)
         else:
             if aggregation is not None and not in_cross_replica_context():
-                operand = program.combine(operand, aggregation)
+                names = [path for path, _ in leaves_with_paths({"gradients": grads})]
+                operand = program.combine(operand, aggregation, names)
             program.update(variables, apply, operand)
         return self.replace(**changes)
 
@@ -248,6 +251,7 @@ class TrainState(HoldsVariables):
             self._outside = jax.jit(apply)
         return self._outside
 
+    @ends_with_users_line
     def replace(self, **changes: Any) -> TrainState:
         """Assign whole fields; in a replica, floating values are averaged over the replicas.
 

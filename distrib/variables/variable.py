@@ -14,7 +14,7 @@ from jax import lax
 
 from distrib.context import current_program, get_strategy, in_cross_replica_context
 from distrib.errors import NestedTraceError, VariableError
-from distrib.platform.jax_compat import under_jit, under_trace
+from distrib.platform import ends_with_users_line, under_jit, under_trace
 from distrib.values import DistributedValues, Mirrored
 from distrib.variables.arithmetic import ArrayOperators
 from distrib.variables.storage import Storage
@@ -167,6 +167,7 @@ class Variable(ArrayOperators):
         """Copy the value to the host."""
         return np.array(self.value())
 
+    @ends_with_users_line
     def assign(self, value: Any) -> Any:
         """Replace the value.
 
@@ -187,10 +188,12 @@ class Variable(ArrayOperators):
         """
         return self._change("assign", value)
 
+    @ends_with_users_line
     def assign_add(self, value: Any) -> Any:
         """Add ``value``; as :meth:`assign` otherwise."""
         return self._change("add", value)
 
+    @ends_with_users_line
     def assign_sub(self, value: Any) -> Any:
         """Subtract ``value``; as :meth:`assign` otherwise."""
         return self._change("sub", value)

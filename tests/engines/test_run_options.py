@@ -63,3 +63,31 @@ def test_options_reach_xla():
         result = strategy.run(step, args=(1.0,), options=options)
         assert [float(x) for x in result.values] == [2, 2]
     assert traced == [1, 1]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_step_is_explained_before_it_runs(capsys, eager):
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = distrib.Variable(
+            jnp.zeros(3), name="weights", aggregation=distrib.VariableAggregation.SUM
+        )
+
+    def step(x):
+        v.assign_add(x)
+        return x.sum()
+
+    distrib.config.run_functions_eagerly(eager)
+    try:
+        options = distrib.RunOptions(explain=True)
+        result = strategy.run(step, args=(jnp.ones(3),), options=options)
+        options = distrib.RunOptions(explain=True, steps_per_call=2)
+        strategy.run(step, args=(jnp.ones(3),), options=options)
+    finally:
+        distrib.config.run_functions_eagerly(False)
+    assert [float(x) for x in result.values] == [3, 3]
+    assert v.numpy().tolist() == [6, 6, 6]
+    printed = capsys.readouterr().out
+    assert printed.count("weights") >= 2
+    assert printed.count("all-reduce") >= 2
+    assert str(strategy.extended.explain(step, (jnp.ones(3),))) in printed

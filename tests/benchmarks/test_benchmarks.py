@@ -143,3 +143,24 @@ def test_both_are_timed_in_turn_and_each_is_first_in_half_of_the_rounds(repo_roo
     assert [name for name, _ in order[2:]] == ["ours", "reference", "reference", "ours"]
     assert compared.ratio == 1.5
     assert compared.met is None
+
+
+@pytest.mark.parametrize("engine", ["compiled", "threads, jitted gradient"])
+def test_uneven(repo_root, tmp_path, engine):
+    path = tmp_path / "results.json"
+    output = run_benchmark(
+        repo_root,
+        "uneven",
+        "--quick",
+        "--models=mlp",
+        "--devices=2",
+        f"--engine={engine}",
+        f"--json={path}",
+    )
+    assert re.match(
+        rf"{engine}, MLP, 2 devices: ordinary .* ms; first .* steps, further .* steps, later "
+        r".* steps \(targets: first at most 20 (met|MISSED), later at most 5 (met|MISSED)\)",
+        output,
+    )
+    (result,) = json.loads(path.read_text())
+    assert min(result[name] for name in ("ordinary", "first", "further", "later")) > 0

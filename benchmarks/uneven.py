@@ -12,7 +12,6 @@ import argparse
 import itertools
 import json
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 

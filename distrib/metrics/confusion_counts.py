@@ -31,9 +31,7 @@ class ConfusionCounts(Metric):
     {'true_positives': 1, 'false_positives': 1, 'true_negatives': 1, 'false_negatives': 1}
     """
 
-    def __init__(
-        self, name: str = "confusion_counts", thresholds: float | Sequence[float] = 0.5
-    ):
+    def __init__(self, name: str = "confusion_counts", thresholds: float | Sequence[float] = 0.5):
         super().__init__(name)
         several = isinstance(thresholds, Sequence)
         values = tuple(float(t) for t in (thresholds if several else (thresholds,)))  # pyright: ignore[reportArgumentType]

@@ -113,7 +113,7 @@ def test_shapes_that_differ_are_refused_with_both():
         (lambda: metrics.Precision(1.5), "Precision got thresholds 1.5; each must be a number"),
         (lambda: metrics.Recall([]), r"Recall got thresholds \[\]"),
         (lambda: metrics.AUC(num_thresholds=1), "num_thresholds 1; it must be at least 2"),
-        (lambda: metrics.AUC(curve="roc"), "curve 'roc'; it must be \"ROC\" or \"PR\""),
+        (lambda: metrics.AUC(curve="roc"), 'curve \'roc\'; it must be "ROC" or "PR"'),
     ],
 )
 def test_what_has_no_meaning_is_refused(make, message):

@@ -106,3 +106,70 @@ def test_gradients(make_strategy):
     # 2 w mean(x^2) + w, at w = 2.
     assert total(strategy, gradient, np.array([1, 2, 3, 4], np.float32), 4) == pytest.approx([32.0])
     assert distrib.get_strategy().num_replicas_in_sync == 1
+
+
+def padded(strategy, *data, batch_size):
+    options = distrib.InputOptions(last_batch="pad")
+    return strategy.experimental_distribute_dataset(data, options, batch_size=batch_size)
+
+
+@on_every_strategy
+def test_the_masked_mean_of_padded_batches(make_strategy):
+    strategy = make_strategy()
+
+    def step(batch, mask):
+        (x,) = batch
+        slope = jax.grad(lambda w: distrib.nn.masked_mean(w * x, mask))(1.0)
+        return distrib.nn.masked_mean(x, mask), distrib.nn.mean_over_examples(slope)
+
+    batches = padded(strategy, np.array([1, 2, 3, 10, 4, 8], np.float32), batch_size=5)
+    results = [strategy.run(step, args=element) for element in batches]
+    means = [float(strategy.reduce("MEAN", mean, axis=None)) for mean, _ in results]
+    assert means == pytest.approx([4.0, 8.0])
+    for (_, slope), expected in zip(results, [4.0, 8.0], strict=True):
+        parts = strategy.experimental_local_results(slope)
+        np.testing.assert_allclose(parts, [expected] * len(parts), rtol=1e-6)
+
+
+@on_every_strategy
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "threads"])
+def test_the_masked_mean_where_replicas_have_unequally_many_examples(make_strategy, eager):
+    """Row lengths [3, 1, 2, 0, 1] of all ones, twos and so on: 3 + 2 + 6 + 0 + 5 over 7 tokens."""
+    strategy = make_strategy()
+    tokens = np.repeat(np.arange(1, 6, dtype=np.float32)[:, None], 3, axis=1)
+    mask = np.arange(3) < np.array([3, 1, 2, 0, 1])[:, None]
+
+    def step(batch):
+        return distrib.nn.mean_over_examples(distrib.nn.masked_mean(*batch))
+
+    distrib.config.run_functions_eagerly(eager)
+    try:
+        (batch,) = strategy.experimental_distribute_dataset([(tokens, mask)])
+        parts = strategy.experimental_local_results(strategy.run(step, args=(batch,)))
+    finally:
+        distrib.config.run_functions_eagerly(False)
+    np.testing.assert_allclose(parts, [16 / 7] * len(parts), rtol=1e-6)
+
+
+@on_every_strategy
+def test_the_average_loss_of_padded_batches(make_strategy):
+    strategy = make_strategy()
+
+    def loss(batch, mask):
+        count = distrib.get_replica_context().all_reduce("SUM", mask.sum())
+        return compute_average_loss(batch[0], sample_weight=mask, global_batch_size=count)
+
+    batches = padded(strategy, np.array([1, 2, 3, 10, 4, 8], np.float32), batch_size=5)
+    results = [strategy.run(loss, args=element) for element in batches]
+    sums = [float(strategy.reduce("SUM", r, axis=None)) for r in results]
+    assert sums == pytest.approx([4.0, 8.0])
+
+
+def test_the_masked_mean_outside_of_a_step():
+    values = jnp.array([[1.0, 2.0], [np.nan, np.inf], [6.0, 7.0]])
+    assert float(distrib.nn.masked_mean(values, jnp.array([True, False, True]))) == 4.0
+    assert float(distrib.nn.masked_mean(values, jnp.array([4.0, 0.0, 4.0]))) == 4.0
+    assert float(distrib.nn.masked_mean(jnp.array([1, 2]), jnp.array([False, True]))) == 2.0
+    assert float(distrib.nn.masked_mean(values, jnp.zeros(3, bool))) == 0.0
+    with pytest.raises(ValueError, match="broadcast"):
+        distrib.nn.masked_mean(values, jnp.ones(2))

@@ -108,10 +108,10 @@ def initial(model):
     return model(None).init(jax.random.key(0), dataset(EXAMPLES)[0][:1], train=False)
 
 
-def loss_and_statistics(model, params, statistics, x, y):
+def loss_and_statistics(model, params, statistics, x, y, mean=jnp.mean):
     variables = {"params": params, **({"batch_stats": statistics} if statistics else {})}
     logits, updates = model.apply(variables, x, train=True, mutable=["batch_stats"])
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+    loss = mean(optax.softmax_cross_entropy_with_integer_labels(logits, y))
     return loss, updates.get("batch_stats")
 
 
@@ -217,3 +217,42 @@ def test_batches_that_do_not_divide(kind, replicas, model):
     # Batches of 20, 20 and 10: 7, 7, 6 and 4, 4, 2 examples on three replicas; on eight
     # 3, 3, 3, 3, 3, 3, 2, 0 and 2, 2, 2, 2, 2, 0, 0, 0.
     check(kind, replicas, model, "momentum", 50, 20)
+
+
+@pytest.mark.parametrize("replicas", [1, 3, 8])
+@pytest.mark.parametrize("kind", ["Mirrored", "CentralStorage"])
+@pytest.mark.parametrize(("last_batch", "counted"), [("drop", 40), ("pad", 50)])
+def test_last_batches_that_are_dropped_or_padded(kind, replicas, last_batch, counted):
+    """Batches of 20, 20 and 10, of which the last is left out, or filled up to 20."""
+    strategy = STRATEGIES[kind](replicas)
+    model = Mlp(distrib.REPLICA_AXIS)
+    params = initial(Mlp)["params"]
+    with strategy.scope():
+        state = distrib.TrainState.create(
+            apply_fn=model.apply, params=params, tx=OPTIMIZERS["momentum"]()
+        )
+
+    def step(batch, mask):
+        def loss(params):
+            mean = functools.partial(distrib.nn.masked_mean, mask=mask)
+            return loss_and_statistics(
+                model, params, None, *batch, jnp.mean if mask is None else mean
+            )
+
+        (value, _), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        state.apply_gradients(grads=grads)
+        return distrib.nn.mean_over_examples(value)
+
+    options = distrib.InputOptions(last_batch=last_batch)
+    batches = strategy.experimental_distribute_dataset(dataset(50), options, batch_size=20)
+    losses = []
+    while len(losses) < STEPS:
+        for element in batches:
+            args = element if last_batch == "pad" else (element, None)
+            losses.append(strategy.experimental_local_results(strategy.run(step, args=args))[0])
+            if len(losses) == STEPS:
+                break
+    params, _, expected_losses = on_one_device("MLP", "momentum", counted, 20)
+    strategy.extended.assert_mirrored(state)
+    assert_close(state.params, params, "params")
+    assert_close(jax.device_get(losses), expected_losses, "loss of step ")

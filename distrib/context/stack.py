@@ -43,6 +43,11 @@ class ReplicaProgram(Protocol):
         """Return the examples of all replicas, of which this one has ``local``."""
         ...
 
+    @property
+    def share_of_mean(self) -> float:
+        """What a mean over the replicas multiplies this one's value by, weighted by examples."""
+        ...
+
     def average(self, value: Any, names: Any = ()) -> Any:
         """Return the mean of a tree over the replicas, weighted by the examples of each."""
         ...

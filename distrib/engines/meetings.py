@@ -41,6 +41,11 @@ def is_meeting(equation: Any) -> bool:
     return axes == REPLICA_AXIS or (isinstance(axes, tuple | list) and REPLICA_AXIS in axes)
 
 
+def replica_groups(meeting: Any) -> Sequence[Sequence[int]] | None:
+    """Return the groups of replicas among which a meeting is held; None for all of them."""
+    return meeting.params.get("axis_index_groups")
+
+
 def _contains_meeting(equation: Any) -> bool:
     return any(mentions(equation, name) for name in _COLLECTIVES)
 

@@ -274,6 +274,11 @@ class Program:
         self._counts_examples = True
         return local * self._size if self._weights is None else self._weights.total
 
+    @property
+    def share_of_mean(self) -> float:
+        """What a mean over the replicas multiplies this one's value by, weighted by examples."""
+        return 1 / self._size if self._weights is None else self._weights.share
+
     def combine(self, value: Any, aggregation: str, names: Sequence[str] = ()) -> Any:
         """Combine gradients over the replicas: SUM, or MEAN weighted by the examples of each."""
         op = self._combined_by = ReduceOp.parse(aggregation)

@@ -361,6 +361,11 @@ class ReplicaThread:
         """Return the examples of all replicas, of which this one has ``local``."""
         return local * self._size if self._weights is None else self._weights.total
 
+    @property
+    def share_of_mean(self) -> float:
+        """What a mean over the replicas multiplies this one's value by, weighted by examples."""
+        return 1 / self._size if self._weights is None else self._weights.share
+
 
 def _mean_of_one(op: ReduceOp, array: jax.Array) -> jax.Array:
     """Return ``array``, in a floating dtype for a mean as with many replicas."""

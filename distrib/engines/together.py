@@ -25,8 +25,9 @@ from distrib.engines.meetings import (
     is_literal,
     look_up,
     needed,
+    replica_groups,
 )
-from distrib.engines.replica_means import find_means
+from distrib.engines.replica_means import find_means, means_over_groups
 from distrib.engines.signature import Kind
 from distrib.engines.spmd import Leaf, entered_form
 from distrib.engines.varying import equal_everywhere, mentions
@@ -59,8 +60,7 @@ class Together:
         self._groups = groups
         self._steps = [group.step for group in groups]
         self._group_of = group_of
-        total = groups[0].weights.total
-        self._share = [self._size * group.examples / total for group in groups]
+        self._examples = [groups[g].examples for g in group_of]
         self._leaves = leaves
         self._cuts = [cut(step.jaxpr, self._size) for step in self._steps]
         check_same_meetings(self._cuts, [_shown(group.forms) for group in groups])
@@ -71,8 +71,10 @@ class Together:
         self.output_shapes = [
             different.pop() if len(different) == 1 else None for different in shapes
         ]
+        over_groups = means_over_groups(self._cuts)
         self._means = [
-            find_means(cuts, group, lift) for cuts, group in zip(self._cuts, groups, strict=True)
+            find_means(cuts, group, lift, over_groups)
+            for cuts, group in zip(self._cuts, groups, strict=True)
         ]
         self._all_common = self._find_common()
         self._wanted = [self._find_wanted(g) for g in range(len(groups))]
@@ -252,7 +254,8 @@ class Together:
 
     def _counted(self, g: int, index: int, operand: int, value: Any) -> Any:
         """Return what a replica of group ``g`` brings to a meeting."""
-        kind = self._cuts[g].meetings[index].primitive.name
+        meeting = self._cuts[g].meetings[index]
+        kind = meeting.primitive.name
         if not self._groups[g].takes_part:
             return _nothing_for(kind, value)
         if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
@@ -263,7 +266,7 @@ class Together:
                 return jnp.zeros_like(value)
             if direction is Direction.SHARED_OUT:
                 return value
-            return value * jnp.asarray(self._share[g], jnp.result_type(value))
+            return value * self._share(meeting, jnp.result_type(value))
         if self._groups[g].examples == 0 and "psum" in kind:
             return jnp.where(jnp.isnan(value), 0, value)
         return value
@@ -271,8 +274,18 @@ class Together:
     def _shared_out(self, g: int, index: int, operand: int, result: Any) -> Any:
         """Return what a replica of group ``g`` gets of a sum over the replicas."""
         if self._means[g].get((index, operand)) is Direction.SHARED_OUT:
-            return result * jnp.asarray(self._share[g], jnp.result_type(result))
+            meeting = self._cuts[g].meetings[index]
+            return result * self._share(meeting, jnp.result_type(result))
         return result
+
+    def _share(self, meeting: Any, dtype: Any) -> jax.Array:
+        """Return the examples of this replica over the mean number of those that it meets."""
+        shares = [0.0] * self._size
+        for members in replica_groups(meeting) or [range(self._size)]:
+            total = sum(self._examples[i] for i in members)
+            for i in members:
+                shares[i] = len(members) * self._examples[i] / max(total, 1)
+        return jnp.asarray(shares, dtype)[jax.lax.axis_index(REPLICA_AXIS)]
 
     def _results(
         self,

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from distrib.errors import InputError, OutOfRangeError
+from distrib.input.last_batch import Draw, evened
 from distrib.input.options import InputContext, InputOptions, InputReplicationMode
 from distrib.input.placing import BatchPlacer
 from distrib.input.prefetch import Prefetcher
@@ -186,10 +187,17 @@ def distribute_dataset(
     source = as_source(
         dataset, batch_size=batch_size, shuffle=shuffle, seed=seed, drop_remainder=drop_remainder
     )
+    even = functools.partial(
+        evened,
+        last_batch=options.last_batch,
+        size=batch_size,
+        multiple=placer.num_replicas,
+        description=source.describe(),
+    )
     return DistributedDataset(
-        source.__iter__,
-        placer.split,
-        first=source.first,
+        lambda: even([batch] for batch in source),
+        lambda draw: placer.split(draw[0]),
+        first=lambda: _first(source, even),
         depth=options.experimental_per_replica_buffer_size,
         description=source.describe(),
         one_shot=source.one_shot,
@@ -210,22 +218,29 @@ def datasets_from_function(
     else:
         contexts = [InputContext(1, 0, size)]
     sources = [as_source(dataset_fn(context)) for context in contexts]
+    even = functools.partial(
+        evened,
+        last_batch=options.last_batch,
+        size=None,
+        multiple=1,
+        description=sources[0].describe(),
+    )
     return DistributedDataset(
-        functools.partial(_draw, sources, size),
+        lambda: even(_drawn([iter(source) for source in sources], size)),
         placer.pieces,
-        first=sources[0].first,
+        first=lambda: _first(sources[0], even),
         depth=options.experimental_per_replica_buffer_size,
         description=sources[0].describe(),
         one_shot=any(source.one_shot for source in sources),
     )
 
 
-def _draw(sources: Sequence[Source], size: int) -> Iterator[list[Any]]:
-    # Not in the generator: what is wrong with a source shows where the loop begins.
-    return _drawn([iter(source) for source in sources], size)
+def _first(source: Source, even: Callable[[Iterator[Draw]], Iterator[Draw]]) -> Any:
+    batch = source.first()
+    return None if batch is None else next(even(iter([[batch]])))[0]
 
 
-def _drawn(iterators: list[Iterator[Any]], size: int) -> Iterator[list[Any]]:
+def _drawn(iterators: list[Iterator[Any]], size: int) -> Iterator[Draw]:
     """Draw an element for each replica, from its own source or in turn from the one there is.
 
     At the end, replicas for which nothing is left get empty pieces. A scalar has none: as in

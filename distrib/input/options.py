@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import operator
-from typing import Any
+from typing import Any, Literal
 
 from distrib.errors import InputError
 
@@ -129,6 +129,15 @@ class InputOptions:
       experimental_per_replica_buffer_size: how many batches wait, loaded and (with
         ``experimental_fetch_to_device``) on the device, beyond the one in use; each costs a replica
         the memory of its piece. 0 loads every batch when it is asked for, without a thread.
+      last_batch: what becomes of a batch with fewer examples than the first, such as the last one
+        of an epoch. ``"split"`` cuts it over the replicas all the same, as tf.distribute does, so
+        that the last of them get fewer examples, or none. ``"drop"`` leaves it out. ``"pad"`` makes
+        every element ``(batch, mask)``: each batch is filled up to the length of the first,
+        rounded up to a multiple of the replicas, and ``mask [batch]``, of booleans, is True for its
+        own examples, so that every step has the same shapes. Average with
+        ``distrib.nn.masked_mean(losses, mask)``, and give metrics ``sample_weight=mask``. Of a
+        dataset of arrays a whole batch has ``batch_size`` examples; with
+        ``distribute_datasets_from_function`` batches are those of a replica.
 
     Raises:
       InputError: if a value has the wrong type or range, or asks for what cannot have an effect
@@ -142,6 +151,7 @@ class InputOptions:
     experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
+    last_batch: Literal["split", "drop", "pad"] = "split"
 
     def __post_init__(self) -> None:
         """Check each value and bring it to its declared type."""
@@ -167,6 +177,12 @@ class InputOptions:
             fix="pass the number of batches to load ahead of use, 0 for none.",
         )
         object.__setattr__(self, "experimental_per_replica_buffer_size", size)
+        if self.last_batch not in ("split", "drop", "pad"):
+            raise InputError(
+                f'last_batch is {self.last_batch!r}; it must be "split", "drop" or "pad": pass '
+                '"split" to cut a short batch over the replicas, "drop" to leave it out, "pad" to '
+                "fill it up and get a mask."
+            )
 
 
 def _mode(mode: Any) -> InputReplicationMode:

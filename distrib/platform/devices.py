@@ -13,6 +13,7 @@ import jax
 
 from distrib import errors
 from distrib.platform.jax_compat import Device
+from distrib.platform.missed_gpu import warn_of_missed_gpu
 
 # JAX says "gpu" for both vendors' devices, but "cuda" and "rocm" in its settings.
 _KIND_OF_PLATFORM = {"cuda": "GPU", "rocm": "GPU"}
@@ -79,14 +80,15 @@ def resolve_devices(specs: Sequence[str | Device] | None = None) -> tuple[Device
 
     Args:
       specs: devices, each as in ``resolve_device``. None or an empty sequence means all local
-        devices of JAX's default platform.
+        devices of JAX's default platform; if that is the CPU of a machine with an NVIDIA GPU, one
+        line is logged.
 
     Raises:
       DeviceError: if ``specs`` is a single string or device, or one of its devices does not exist,
         is listed twice, or is of another platform than the first.
     """
     if specs is None:
-        return tuple(jax.local_devices())
+        return _default_devices()
     if isinstance(specs, str | Device):
         text = specs if isinstance(specs, str) else short_device_string(specs)
         raise errors.DeviceError(
@@ -94,7 +96,7 @@ def resolve_devices(specs: Sequence[str | Device] | None = None) -> tuple[Device
         )
     devices = tuple(resolve_device(spec) for spec in specs)
     if not devices:
-        return tuple(jax.local_devices())
+        return _default_devices()
     seen: set[Device] = set()
     for device in devices:
         if device in seen:
@@ -149,6 +151,11 @@ def local_devices(kind: str) -> list[Device]:
         return jax.local_devices(backend=kind.lower())
     except RuntimeError:  # JAX has no such platform, or none of its devices.
         return []
+
+
+def _default_devices() -> tuple[Device, ...]:
+    warn_of_missed_gpu()
+    return tuple(jax.local_devices())
 
 
 def _kind(platform: str) -> str:

@@ -154,3 +154,24 @@ def test_many_steps(repo_root, tmp_path):
     assert [result["name"] for result in json.loads(path.read_text())] == [
         "4 steps, batch 32, 2 CPU devices",
     ]
+
+
+@pytest.mark.parametrize("engine", ["compiled", "threads, jitted gradient"])
+def test_uneven(repo_root, tmp_path, engine):
+    path = tmp_path / "results.json"
+    output = run_benchmark(
+        repo_root,
+        "uneven",
+        "--quick",
+        "--models=mlp",
+        "--devices=2",
+        f"--engine={engine}",
+        f"--json={path}",
+    )
+    assert re.match(
+        rf"{engine}, MLP, 2 devices: ordinary .* ms; first .* steps, further .* steps, later "
+        r".* steps \(targets: first at most 20 (met|MISSED), later at most 5 (met|MISSED)\)",
+        output,
+    )
+    (result,) = json.loads(path.read_text())
+    assert min(result[name] for name in ("ordinary", "first", "further", "later")) > 0

@@ -373,3 +373,43 @@ def test_what_a_neighbour_sends_differs_by_replica():
 
     strategy.run(step, args=(pieces(strategy, [1, 2, 4]),))
     assert [float(copy) for copy in v.values] == [8.0, 3.0]
+
+
+@pytest.mark.parametrize("combined_by", ["MEAN", "SUM"])
+@pytest.mark.parametrize("examples", [5, 7])
+def test_a_mean_over_groups_counts_the_examples_of_each_group(combined_by, examples):
+    """Pieces of two, of which the first two replicas are a group, and the last two another.
+
+    Loss: the mean over examples of (w x - mean of the group)^2 x; the gradient by jax.grad.
+    """
+    values = jnp.arange(1.0, examples + 1) ** 2
+    strategy = mirrored(4)
+    groups = [[0, 1], [2, 3]]
+
+    def reference(w):
+        parts = (values[:4], values[4:])
+        return sum((((w * x - (w * x).mean()) ** 2) * x).sum() for x in parts) / examples
+
+    def mean(x):
+        return jax.lax.pmean(x.mean(), distrib.REPLICA_AXIS, axis_index_groups=groups)
+
+    def step(x):
+        def loss(w):
+            losses = ((w * x - mean(w * x)) ** 2) * x
+            return (
+                losses.mean() if combined_by == "MEAN" else distrib.nn.compute_average_loss(losses)
+            )
+
+        gradient = jax.grad(loss)(1.5)
+        context = distrib.get_replica_context()
+        if combined_by == "MEAN":
+            gradient = distrib.nn.mean_over_examples(gradient)
+        else:
+            gradient = context.all_reduce("SUM", gradient)
+        return mean(x), gradient
+
+    means, gradients = strategy.run(step, args=(pieces(strategy, values),))
+    first, second = float(values[:4].mean()), float(values[4:].mean())
+    assert local(strategy, means) == pytest.approx([first, first, second, second])
+    expected = float(jax.grad(reference)(1.5))
+    assert local(strategy, gradients) == pytest.approx([expected] * 4, rel=1e-5)

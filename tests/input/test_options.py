@@ -1,5 +1,6 @@
 """What the options accept, and what they say when they do not."""
 
+import dataclasses
 import re
 
 import pytest
@@ -56,6 +57,7 @@ def test_options_have_the_defaults_of_tf_distribute_and_cannot_be_changed():
     assert options.experimental_replication_mode is InputReplicationMode.PER_WORKER
     assert options.experimental_place_dataset_on_device is False
     assert options.experimental_per_replica_buffer_size == 1
+    assert options.last_batch == "split"
     with pytest.raises(AttributeError):
         options.experimental_fetch_to_device = False  # type: ignore[misc]
 
@@ -75,8 +77,20 @@ def test_replication_mode_may_be_given_by_name():
         ({"experimental_per_replica_buffer_size": -1}, "-1; it must be an int of at least 0"),
         ({"experimental_per_replica_buffer_size": 1.5}, "1.5; it must be an int of at least 0"),
         ({"experimental_per_replica_buffer_size": True}, "True; it must be an int"),
+        ({"last_batch": "Pad"}, 'last_batch is \'Pad\'; it must be "split", "drop" or "pad"'),
+        ({"last_batch": True}, 'pass "split" to cut a short batch over the replicas'),
     ],
 )
 def test_options_refuse_with_value_rule_and_fix(arguments, message):
     with pytest.raises(InputError, match=re.escape(message)):
         InputOptions(**arguments)
+
+
+def test_the_fields_of_tf_distribute_come_first_and_in_its_order():
+    assert [field.name for field in dataclasses.fields(InputOptions)] == [
+        "experimental_fetch_to_device",
+        "experimental_replication_mode",
+        "experimental_place_dataset_on_device",
+        "experimental_per_replica_buffer_size",
+        "last_batch",
+    ]

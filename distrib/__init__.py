@@ -1,7 +1,13 @@
 """tf.distribute's strategy API on JAX: train on one device or many by changing one line."""
 
 from distrib import config, errors, experimental, metrics, nn, random, train
-from distrib.collectives import NcclAllReduce, ReductionToOneDevice
+from distrib.collectives import (
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+    RingAllReduce,
+    ring_steps,
+)
 from distrib.context import (
     ReplicaContext,
     get_replica_context,
@@ -35,6 +41,7 @@ __all__ = [
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "HierarchicalCopyAllReduce",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
@@ -47,6 +54,7 @@ __all__ = [
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
+    "RingAllReduce",
     "Strategy",
     "StrategyExtended",
     "TrainState",
@@ -65,5 +73,6 @@ __all__ = [
     "metrics",
     "nn",
     "random",
+    "ring_steps",
     "train",
 ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 
@@ -16,7 +15,8 @@ class CrossDeviceOps(Protocol):
 
     ``sum_over_replicas`` is called inside the program of a replica, under the mesh axis
     :data:`distrib.REPLICA_AXIS`, and returns the same array on every replica. Its gradient must be
-    the sum over the replicas of the incoming gradients.
+    the sum over the replicas of the incoming gradients. An algorithm of other collectives than
+    `jax.lax.psum` goes through :func:`distrib.collectives.one_sum`, which sees to both.
     """
 
     def sum_over_replicas(self, value: jax.Array, num_replicas: int) -> jax.Array:
@@ -25,41 +25,39 @@ class CrossDeviceOps(Protocol):
 
 
 class NcclAllReduce:
-    """All-reduce as XLA does it: by NCCL on GPUs, through shared memory on CPU devices."""
+    """All-reduce as XLA does it: by NCCL on GPUs, through shared memory on CPU devices.
+
+    Args:
+      num_packs: kept from tf.distribute, and checked, but without effect: XLA's collectives may be
+        merged, and ``CommunicationOptions(bytes_per_pack=...)`` says how tensors are packed.
+
+    Raises:
+      ValueError: if ``num_packs`` is negative.
+
+    >>> import distrib
+    >>> strategy = distrib.MirroredStrategy(["CPU:0", "CPU:1"], NcclAllReduce())
+    >>> def step():
+    ...     return distrib.get_replica_context().all_reduce("SUM", jax.numpy.ones(2))
+    >>> [x.tolist() for x in strategy.run(step).values]
+    [[2.0, 2.0], [2.0, 2.0]]
+    """
+
+    def __init__(self, num_packs: int = 1):
+        check_num_packs("NCCL all-reduce", num_packs)
 
     def sum_over_replicas(self, value: jax.Array, num_replicas: int) -> jax.Array:
         """Return the sum of ``value`` over the replicas, in its own shape."""
         return jax.lax.psum(value, REPLICA_AXIS)
 
 
-class ReductionToOneDevice:
-    """Bring all values together, add them up there, and hand out the result.
+def check_num_packs(what: str, num_packs: int) -> None:
+    """Check the number of packs that an algorithm was given.
 
-    Every replica adds the same values in the same order, so the result does not depend on how the
-    hardware orders a reduction: replica 0's value first, then replica 1's, and so on.
-
-    Args:
-      accumulation_fn: takes the list of the replicas' arrays and returns their sum; by default they
-        are added in the order of the replicas.
+    Raises:
+      ValueError: if it is negative.
     """
-
-    def __init__(self, accumulation_fn: Callable[[Sequence[jax.Array]], Any] | None = None):
-        self._accumulate = accumulation_fn or _add_in_order
-
-    def sum_over_replicas(self, value: jax.Array, num_replicas: int) -> jax.Array:
-        """Return the accumulated ``value`` of the replicas, in its own shape."""
-
-        @jax.custom_vjp
-        def total(x: jax.Array) -> jax.Array:
-            gathered = jax.lax.all_gather(x, REPLICA_AXIS)
-            return self._accumulate([gathered[i] for i in range(num_replicas)])
-
-        total.defvjp(lambda x: (total(x), None), lambda _, gradient: (total(gradient),))
-        return total(value)
-
-
-def _add_in_order(values: Sequence[jax.Array]) -> jax.Array:
-    result = values[0]
-    for value in values[1:]:
-        result = result + value
-    return result
+    if num_packs < 0:
+        raise ValueError(
+            f"{what} requires num_packs >= 0, but {num_packs} is specified. Leave it out: it has "
+            "no effect, and CommunicationOptions(bytes_per_pack=...) says how tensors are packed."
+        )

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from distrib.collectives import is_one_sum
 from distrib.engines.varying import mentions, sub_jaxpr
 from distrib.errors import UnevenReplicasError
 from distrib.platform.jax_compat import bind_equation, jaxpr_function
@@ -35,10 +36,17 @@ _LOOPS = ("scan", "while", "cond")
 
 def is_meeting(equation: Any) -> bool:
     """Tell whether an equation is a collective over the replicas."""
+    if is_one_sum(equation):
+        return True
     if equation.primitive.name not in _COLLECTIVES:
         return False
     axes = equation.params.get("axes", equation.params.get("axis_name"))
     return axes == REPLICA_AXIS or (isinstance(axes, tuple | list) and REPLICA_AXIS in axes)
+
+
+def is_sum(equation: Any) -> bool:
+    """Tell whether a meeting adds the values of the replicas."""
+    return is_one_sum(equation) or equation.primitive.name in ("psum", "psum_invariant")
 
 
 def _contains_meeting(equation: Any) -> bool:
@@ -274,4 +282,5 @@ def check_same_meetings(cuts: Sequence[Stretches], shapes: Sequence[str]) -> Non
 
 def _described(meeting: Any) -> str:
     forms = ", ".join(f"{a.aval.dtype}{list(a.aval.shape)}" for a in meeting.invars)
-    return f"{meeting.primitive.name}({forms})"
+    name = "sum_over_replicas" if is_one_sum(meeting) else meeting.primitive.name
+    return f"{name}({forms})"

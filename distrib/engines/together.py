@@ -23,6 +23,7 @@ from distrib.engines.meetings import (
     check_same_meetings,
     cut,
     is_literal,
+    is_sum,
     look_up,
     needed,
 )
@@ -249,9 +250,9 @@ class Together:
 
     def _counted(self, g: int, index: int, operand: int, value: Any) -> Any:
         """Return what a replica of group ``g`` brings to a meeting."""
-        kind = self._cuts[g].meetings[index].primitive.name
+        meeting = self._cuts[g].meetings[index]
         if not self._groups[g].takes_part:
-            return _nothing_for(kind, value)
+            return _nothing_for(meeting.primitive.name, value)
         if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
             return value
         direction = self._means[g].get((index, operand))
@@ -261,7 +262,7 @@ class Together:
             if direction is Direction.SHARED_OUT:
                 return value
             return value * jnp.asarray(self._share[g], jnp.result_type(value))
-        if self._groups[g].examples == 0 and "psum" in kind:
+        if self._groups[g].examples == 0 and is_sum(meeting):
             return jnp.where(jnp.isnan(value), 0, value)
         return value
 

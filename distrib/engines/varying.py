@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from distrib.collectives import is_one_sum
+
 _MEETINGS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 _LOOPS = {"scan", "while", "cond"}
 
@@ -52,6 +54,8 @@ def _results(equation: Any, operands: list[bool], axis: str) -> list[bool]:
 
 def equal_everywhere(equation: Any, axis: str) -> bool:
     """Tell whether an equation is a collective with the same result on all replicas."""
+    if is_one_sum(equation):
+        return True
     if equation.primitive.name not in _MEETINGS:
         return False
     if equation.params.get("axis_index_groups") is not None:

@@ -23,7 +23,9 @@ class MirroredStrategy(Strategy):
     Args:
       devices: device strings or ``jax.Device`` objects; by default, and for an empty list, all
         devices of this process.
-      cross_device_ops: the algorithm of the all-reduce; by default what XLA does.
+      cross_device_ops: the algorithm of the all-reduce; by default what XLA does,
+        :class:`distrib.NcclAllReduce`. Others are ``HierarchicalCopyAllReduce``, ``RingAllReduce``
+        and ``ReductionToOneDevice``.
 
     Raises:
       DeviceError: if a device does not exist, is named twice, or they are of different kinds.
@@ -52,7 +54,8 @@ class MirroredStrategy(Strategy):
         if not isinstance(ops, CrossDeviceOps):
             raise TypeError(
                 f"cross_device_ops is {cross_device_ops!r}, which has no sum_over_replicas: pass "
-                "distrib.NcclAllReduce() or distrib.ReductionToOneDevice()."
+                "distrib.NcclAllReduce(), HierarchicalCopyAllReduce(), RingAllReduce() or "
+                "ReductionToOneDevice()."
             )
         mesh = replica_mesh(resolved)
         engine = SpmdEngine(self, mesh, ops, InProgram(), device_of_any_replica(resolved))

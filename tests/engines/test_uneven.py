@@ -142,6 +142,22 @@ def test_collectives_inside_of_calls_are_found():
     assert local(strategy, result) == [14, 14]
 
 
+def test_what_a_neighbour_sends_is_not_the_same_on_all_replicas():
+    """Replicas have 2 and 1 examples, and each is told the other's sum."""
+    strategy = mirrored(2)
+    with strategy.scope():
+        free = distrib.Variable(0.0)
+
+    def step(x):
+        other = jax.lax.ppermute(x.sum(), distrib.REPLICA_AXIS, [(0, 1), (1, 0)])
+        free.assign(other * len(x))
+        return other * len(x)
+
+    result = strategy.run(step, args=(pieces(strategy, [1, 2, 4]),))
+    assert local(strategy, result) == [8, 3]
+    assert [float(v) for v in free.values] == [8, 3]
+
+
 def test_a_collective_in_a_loop_is_refused_with_the_way_out():
     strategy = mirrored(2)
 

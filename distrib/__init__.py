@@ -2,6 +2,7 @@
 
 from distrib import config, errors, experimental, metrics, nn, random, train
 from distrib.collectives import (
+    CrossDeviceOps,
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReductionToOneDevice,
@@ -38,6 +39,7 @@ from distrib.variables import Variable, VariableAggregation, VariableSynchroniza
 
 __all__ = [
     "CentralStorageStrategy",
+    "CrossDeviceOps",
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from distrib.collectives.cross_device_ops import check_num_packs
+from distrib.collectives.compressing import CompressingOps
+from distrib.collectives.compression import Compression
 from distrib.collectives.one_sum import one_sum
+from distrib.collectives.packing import checked_num_packs
 from distrib.platform.mesh import REPLICA_AXIS
 
 
-class HierarchicalCopyAllReduce:
+class HierarchicalCopyAllReduce(CompressingOps):
     """Add within groups of about sqrt(n) neighbouring replicas, then across the groups.
 
     It is meant for machines whose devices are in groups with faster wires inside. The groups are
@@ -24,12 +26,18 @@ class HierarchicalCopyAllReduce:
 
     It is right for any number of replicas; tf.distribute's leaves replicas out for three.
 
+    With compression the members of a group send each other what they have, and each adds it up in
+    float32; sums of groups, and totals that are copied, are encoded once more.
+
     Args:
-      num_packs: kept from tf.distribute, and checked, but without effect:
-        ``CommunicationOptions(bytes_per_pack=...)`` says how tensors are packed.
+      num_packs: the tensors of one dtype are laid end to end and reduced in that many equal packs;
+        0 for each tensor alone; None for packs of small tensors, as distrib chooses.
+        ``CommunicationOptions(bytes_per_pack=...)`` of a call wins.
+      compression: ``"bfloat16"``, ``"int8"`` (with error feedback in
+        ``TrainState.apply_gradients``), or None for full precision.
 
     Raises:
-      ValueError: if ``num_packs`` is negative.
+      ValueError: if ``num_packs`` is negative, or there is no such compression.
 
     >>> import distrib
     >>> strategy = distrib.MirroredStrategy(
@@ -42,11 +50,12 @@ class HierarchicalCopyAllReduce:
     [7, 7, 7]
     """
 
-    def __init__(self, num_packs: int = 1):
-        check_num_packs("HierarchicalCopy", num_packs)
+    def __init__(self, num_packs: int | None = None, compression: str | None = None):
+        super().__init__(compression)
+        self.num_packs = checked_num_packs("HierarchicalCopy", num_packs)
 
-    def sum_over_replicas(self, value: jax.Array, num_replicas: int) -> jax.Array:
-        """Return the sum of ``value`` over the replicas, in its own shape."""
+    def exact_sum(self, value: jax.Array, num_replicas: int) -> jax.Array:
+        """Return the sum over the replicas at full precision."""
         plan = hierarchy(num_replicas)
 
         def total(x: jax.Array) -> jax.Array:
@@ -56,11 +65,68 @@ class HierarchicalCopyAllReduce:
             x = jax.lax.psum(x, REPLICA_AXIS, axis_index_groups=plan.across)
             if not plan.leaders:
                 return x
-            leads = jnp.isin(jax.lax.axis_index(REPLICA_AXIS), jnp.array(plan.leaders))
-            x = jnp.where(leads, x, jnp.zeros_like(x))
+            x = jnp.where(_is_one_of(plan.leaders), x, jnp.zeros_like(x))
             return jax.lax.psum(x, REPLICA_AXIS, axis_index_groups=plan.within)
 
         return one_sum(total, value)
+
+    def steps(
+        self, value: jax.Array, num_replicas: int, wire: Compression
+    ) -> tuple[jax.Array, jax.Array]:
+        """Add within groups, then across them, and copy the total where that is needed."""
+        plan = hierarchy(num_replicas)
+        flat = value.reshape(-1)
+        error = jnp.zeros_like(flat)
+
+        def sent_by(replicas: list[int] | None, x: jax.Array) -> jax.Array:
+            """Encode; what is rounded off is counted on these replicas, or on all."""
+            nonlocal error
+            sent = wire.encode(x)
+            counts = True if replicas is None else _is_one_of(replicas)
+            error = error + jnp.where(counts, x - wire.decode(sent, x), 0)
+            return sent
+
+        def added(sent: jax.Array, groups: list[list[int]]) -> jax.Array:
+            rows = _gathered(sent, groups)
+            return wire.decode(rows, jnp.broadcast_to(flat, (len(rows), flat.size))).sum(0)
+
+        total = added(sent_by(None, flat), plan.within)
+        if len(plan.within) > 1:
+            # All members of a group round the same sum.
+            firsts = [group[0] for group in plan.within]
+            total = added(sent_by(firsts, total), plan.across)
+        if plan.leaders and len(plan.within) > 1:
+            sent = sent_by([0], total)
+            leads = _is_one_of(plan.leaders)
+            total = added(jnp.where(leads, sent, jnp.zeros_like(sent)), plan.within)
+        return total.reshape(value.shape), error.reshape(value.shape)
+
+
+def _is_one_of(replicas: list[int]) -> jax.Array:
+    return jnp.isin(jax.lax.axis_index(REPLICA_AXIS), jnp.array(replicas))
+
+
+def _gathered(sent: jax.Array, groups: list[list[int]]) -> jax.Array:
+    """Return what the members of this replica's group have sent, in their order, then zeros.
+
+    `jax.lax.all_gather` takes only groups of one size.
+    """
+    size = max(map(len, groups))
+    place = {replica: (i, len(g)) for g in groups for i, replica in enumerate(g)}
+    places = jnp.array([place[replica] for replica in range(len(place))])
+    position, members = places[jax.lax.axis_index(REPLICA_AXIS)]
+    rows = jnp.zeros((size, *sent.shape), sent.dtype).at[position].set(sent)
+    for ahead in range(1, size):
+        to_others = [
+            (sender, group[(i + ahead) % len(group)])
+            for group in groups
+            if len(group) > ahead
+            for i, sender in enumerate(group)
+        ]
+        # A member of a smaller group receives zeros.
+        arrived = jax.lax.ppermute(sent, REPLICA_AXIS, to_others)
+        rows = rows.at[(position - ahead) % members].add(arrived)
+    return rows
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from distrib.collectives import is_one_sum
+from distrib.collectives import ONE_SUM_NAMES, is_one_sum
 from distrib.engines.varying import mentions, sub_jaxpr
 from distrib.errors import UnevenReplicasError
 from distrib.platform.jax_compat import bind_equation, jaxpr_function
@@ -50,7 +50,7 @@ def is_sum(equation: Any) -> bool:
 
 
 def _contains_meeting(equation: Any) -> bool:
-    return any(mentions(equation, name) for name in _COLLECTIVES)
+    return any(mentions(equation, name) for name in (*_COLLECTIVES, *ONE_SUM_NAMES))
 
 
 def acts(equation: Any) -> bool:
@@ -282,5 +282,4 @@ def check_same_meetings(cuts: Sequence[Stretches], shapes: Sequence[str]) -> Non
 
 def _described(meeting: Any) -> str:
     forms = ", ".join(f"{a.aval.dtype}{list(a.aval.shape)}" for a in meeting.invars)
-    name = "sum_over_replicas" if is_one_sum(meeting) else meeting.primitive.name
-    return f"{name}({forms})"
+    return f"{meeting.primitive.name}({forms})"

@@ -140,12 +140,12 @@ class Together:
                     common.update(equation.outvars)
             if index < len(self._cuts[0].meetings):
                 meeting = self._cuts[0].meetings[index]
-                if equal_everywhere(meeting, REPLICA_AXIS):
-                    common.update(
-                        variable
-                        for i, variable in enumerate(meeting.outvars)
-                        if self._means[0].get((index, i)) is not Direction.SHARED_OUT
-                    )
+                equal = equal_everywhere(meeting, REPLICA_AXIS)
+                common.update(
+                    variable
+                    for i, variable in enumerate(meeting.outvars)
+                    if equal[i] and self._means[0].get((index, i)) is not Direction.SHARED_OUT
+                )
         return common
 
     def _run_common(self, index: int, environment: dict[Any, Any]) -> None:

@@ -54,9 +54,8 @@ class CentralStorageStrategy(Strategy):
         else:
             home = local_devices("CPU")[0]
         mesh = replica_mesh(resolved)
-        engine = SpmdEngine(
-            self, mesh, NcclAllReduce(), OnOneDevice(home), device_of_any_replica(resolved)
-        )
+        ops = NcclAllReduce()
+        engine = SpmdEngine(self, mesh, ops, OnOneDevice(home), device_of_any_replica(resolved))
         super().__init__(
             StrategyExtended(
                 self,
@@ -64,7 +63,7 @@ class CentralStorageStrategy(Strategy):
                 mesh=mesh,
                 home=OnDevice(home),
                 engine=engine,
-                eager_engine=ThreadsEngine(self, resolved),
-                combiner=MeshCombiner(mesh, home),
+                eager_engine=ThreadsEngine(self, resolved, ops),
+                combiner=MeshCombiner(mesh, home, ops),
             )
         )

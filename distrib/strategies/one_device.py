@@ -32,9 +32,8 @@ class OneDeviceStrategy(Strategy):
     def __init__(self, device: str | Device):
         resolved = resolve_device(device)
         mesh = replica_mesh([resolved])
-        engine = SpmdEngine(
-            self, mesh, NcclAllReduce(), InProgram(), device_of_any_replica([resolved])
-        )
+        ops = NcclAllReduce()
+        engine = SpmdEngine(self, mesh, ops, InProgram(), device_of_any_replica([resolved]))
         super().__init__(
             StrategyExtended(
                 self,
@@ -42,7 +41,7 @@ class OneDeviceStrategy(Strategy):
                 mesh=mesh,
                 home=OnEveryDevice(mesh),
                 engine=engine,
-                eager_engine=ThreadsEngine(self, [resolved]),
+                eager_engine=ThreadsEngine(self, [resolved], ops),
                 combiner=SingleCombiner(),
             )
         )

@@ -17,6 +17,7 @@ import optax
 from distrib.context import current_program, in_cross_replica_context
 from distrib.random import replica_key
 from distrib.reduce_op import ReduceOp
+from distrib.train.error_feedback import combine, residuals_for
 from distrib.variables import HoldsVariables, Variable, VariableAggregation, VariableTree
 
 
@@ -114,6 +115,9 @@ class TrainState(HoldsVariables):
         mean = VariableAggregation.MEAN
         trees = {"params": VariableTree(params, "params", mean, trainable=True)}
         trees["opt_state"] = VariableTree(tx.init(trees["params"].value()), "opt_state")
+        residuals = residuals_for(trees["params"])
+        if residuals is not None:
+            trees["residuals"] = residuals
         constants = {}
         for name, tree in {**given, **fields}.items():
             if _is_tree_of_arrays(tree):
@@ -238,7 +242,8 @@ class TrainState(HoldsVariables):
                 variable.assign(new)
         else:
             if aggregation is not None and not in_cross_replica_context():
-                operand = program.combine(operand, aggregation)
+                residuals = self._trees.get("residuals")
+                operand = combine(program, params, residuals, operand, aggregation)
             program.update(variables, apply, operand)
         return self.replace(**changes)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from distrib.context import current_program
 from distrib.errors import VariableError
 from distrib.platform import leaves_with_paths
-from distrib.variables.synchronization import VariableAggregation
+from distrib.variables.synchronization import VariableAggregation, VariableSynchronization
 from distrib.variables.variable import Variable
 
 
@@ -24,6 +24,7 @@ class VariableTree:
       aggregation: how values that replicas assign are combined, of floating leaves; integers take
         the first replica's.
       trainable: whether the variables are trainable.
+      synchronization: whether replicas change the variables together or each on its own.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class VariableTree:
         name: str,
         aggregation: VariableAggregation = VariableAggregation.MEAN,
         trainable: bool = False,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
     ):
         self._name = name
         self.treedef = jax.tree.structure(tree)
@@ -47,6 +49,7 @@ class VariableTree:
                     value,
                     trainable=trainable,
                     name=path,
+                    synchronization=synchronization,
                     aggregation=aggregation if floating else VariableAggregation.ONLY_FIRST_REPLICA,
                 )
             )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distrib
-from distrib.collectives import CrossDeviceOps, one_sum
+from distrib.collectives import SumsOverReplicas, one_sum
 from distrib.errors import UnevenReplicasError
 
 ALGORITHMS = {
@@ -344,7 +344,7 @@ class Swapped:
 
 @pytest.mark.parametrize(("ops", "expected"), [(Doubled(), 12), (Swapped(), 6)])
 def test_an_algorithm_is_whatever_has_the_method(ops, expected):
-    assert isinstance(ops, CrossDeviceOps)
+    assert isinstance(ops, SumsOverReplicas)
     strategy = mirrored(2, ops)
     (batch,) = strategy.experimental_distribute_dataset([np.arange(4.0)[1:]])  # 2 and 1 examples
     result = strategy.run(lambda x: summed(x.sum()), args=(batch,))
@@ -352,5 +352,5 @@ def test_an_algorithm_is_whatever_has_the_method(ops, expected):
 
 
 def test_the_algorithms_of_distrib_are_algorithms():
-    assert all(isinstance(ops, CrossDeviceOps) for ops in ALGORITHMS.values())
-    assert not isinstance("nccl", CrossDeviceOps)
+    assert all(isinstance(ops, distrib.CrossDeviceOps) for ops in ALGORITHMS.values())
+    assert not isinstance("nccl", SumsOverReplicas)

@@ -16,9 +16,14 @@ import jax.numpy as jnp
 from distrib.context import get_strategy
 from distrib.variables import Variable, VariableAggregation, VariableSynchronization, VariableTree
 
+RESIDUALS = "residuals"
+"""The field of a train state that holds them."""
+
 
 def residuals_for(params: VariableTree) -> VariableTree | None:
     """Return zeros for what the current strategy will round off gradients, a copy a replica.
+
+    They are a list: an array for each floating parameter, in the order of the leaves.
 
     None where it rounds nothing off, or so little that nobody keeps it: where its cross-device ops
     are not of those with ``error_feedback``, or there is one replica.
@@ -31,8 +36,8 @@ def residuals_for(params: VariableTree) -> VariableTree | None:
     if ops is None or not ops.error_feedback or strategy.num_replicas_in_sync == 1:
         return None
     return VariableTree(
-        {v.name: jnp.zeros(v.shape, _kept_as(v)) for v in params.variables if _is_rounded(v)},
-        "residuals",
+        [jnp.zeros(v.shape, _kept_as(v)) for v in params.variables if _is_rounded(v)],
+        RESIDUALS,
         VariableAggregation.SUM,
         synchronization=VariableSynchronization.ON_READ,
     )

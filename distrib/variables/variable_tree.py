@@ -65,11 +65,12 @@ class VariableTree:
         """Return the tree of current values.
 
         In a replica these are its values. Outside they are arrays with all of their copies, as they
-        lie on the devices; they are snapshots, which training does not change.
+        lie on the devices, and the aggregate of ``ON_READ`` variables; they are snapshots, which
+        training does not change.
         """
         program = current_program()
         if program is None:
-            return self.build([v.storage.whole() for v in self.variables])
+            return self.build([_snapshot(v) for v in self.variables])
         return self.build([program.read(v) for v in self.variables])
 
     def build(self, leaves: Any) -> Any:
@@ -82,7 +83,7 @@ class VariableTree:
 
     def build_data(self) -> Any:
         """Return the tree of current values with keys as their key data, which can be saved."""
-        return jax.tree.unflatten(self.treedef, [v.storage.whole() for v in self.variables])
+        return jax.tree.unflatten(self.treedef, [_snapshot(v) for v in self.variables])
 
     def flatten(self, tree: Any) -> list[Any]:
         """Return the leaves of a tree of the same structure, keys as their key data.
@@ -134,6 +135,11 @@ class VariableTree:
             program.update(chosen, lambda olds, new: new, combined)
         for i in set(range(len(leaves))) - set(means):
             self.variables[i].assign(leaves[i])
+
+
+def _snapshot(variable: Variable) -> jax.Array:
+    storage = variable.storage
+    return storage.read() if storage.per_replica else storage.whole()
 
 
 def _key_impl(leaf: Any) -> Any:

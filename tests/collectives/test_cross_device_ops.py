@@ -12,29 +12,12 @@ from hypothesis import strategies as st
 import distrib
 from distrib.collectives import SumsOverReplicas, one_sum
 from distrib.errors import UnevenReplicasError
+from tests.support import algorithms
+from tests.support.algorithms import mirrored, per_replica, summed
 
-ALGORITHMS = {
-    "nccl": distrib.NcclAllReduce(),
-    "one-device": distrib.ReductionToOneDevice(),
-    "hierarchical": distrib.HierarchicalCopyAllReduce(),
-    "ring": distrib.RingAllReduce(),
-}
+ALGORITHMS = {name: make() for name, make in algorithms.ALGORITHMS.items()}
 every_algorithm = pytest.mark.parametrize("ops", ALGORITHMS.values(), ids=ALGORITHMS)
 MEAN = distrib.VariableAggregation.MEAN
-
-
-def mirrored(count, ops):
-    return distrib.MirroredStrategy([f"CPU:{i}" for i in range(count)], cross_device_ops=ops)
-
-
-def per_replica(strategy, values):
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: values[context.replica_id_in_sync_group]
-    )
-
-
-def summed(x):
-    return distrib.get_replica_context().all_reduce("SUM", x)
 
 
 @every_algorithm

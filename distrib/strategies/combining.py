@@ -225,6 +225,9 @@ def reduce_components(
       AggregationError: if what is left after reducing over ``axis`` differs in shape.
     """
     arrays = [jnp.asarray(part) for part in parts]
+    if op is ReduceOp.MEAN and axis is not None:
+        # Of booleans the mean over examples is the fraction that is true.
+        arrays = [a.astype(jnp.int32) if a.dtype == jnp.bool_ else a for a in arrays]
     axes = [_axes(_frozen(axis), a.ndim) for a in arrays]
     sums = [a.sum(x, dtype=a.dtype) for a, x in zip(arrays, axes, strict=True)]
     if len({s.shape for s in sums}) > 1:

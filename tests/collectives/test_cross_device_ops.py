@@ -1,5 +1,7 @@
 """The algorithms behind an all-reduce: each adds one array over the replicas."""
 
+import functools
+
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 import distrib
 from distrib.collectives import SumsOverReplicas, one_sum
-from distrib.errors import UnevenReplicasError
+from distrib.errors import AggregationError, UnevenReplicasError
 from tests.support import algorithms
 from tests.support.algorithms import mirrored, per_replica, summed
 
@@ -40,28 +42,114 @@ def test_every_replica_gets_the_sum_in_the_shape_and_dtype_of_its_value(ops, cou
             np.testing.assert_array_equal(part, jnp.full(shape, 2**count - 1, dtype))
 
 
-@settings(max_examples=15)
+FORMS = st.tuples(
+    st.sampled_from([(), (1,), (7,), (0,), (3, 5), (2, 0, 4), (4, 1, 3)]),
+    st.sampled_from(["float32", "bfloat16", "float64", "int32", "int8", "int64"]),
+)
+
+
+@settings(max_examples=25)
 @given(
     name=st.sampled_from(sorted(ALGORITHMS)),
     count=st.integers(1, 8),
-    shape=st.lists(st.integers(0, 7), max_size=3).map(tuple),
-    dtype=st.sampled_from(["float32", "bfloat16", "int32", "int8"]),
+    forms=st.lists(FORMS, min_size=1, max_size=4),
+    op=st.sampled_from(["SUM", "MEAN"]),
     seed=st.integers(0, 99),
 )
-def test_any_array_is_added_and_all_copies_are_equal_bit_by_bit(name, count, shape, dtype, seed):
-    strategy = mirrored(count, ALGORITHMS[name])
-    values = np.random.default_rng(seed).normal(0, 10, (count, *shape)).astype(jnp.dtype(dtype))
-    parts = strategy.experimental_local_results(
-        strategy.run(summed, args=(per_replica(strategy, list(values)),))
-    )
-    if np.issubdtype(values.dtype, np.integer):
-        np.testing.assert_array_equal(parts[0], values.sum(0, dtype=values.dtype))
-    else:
-        epsilon = float(jnp.finfo(dtype).eps)
-        bound = count * epsilon * np.abs(values.astype(np.float64)).sum(0)
-        error = np.abs(np.asarray(parts[0], np.float64) - values.astype(np.float64).sum(0))
-        assert np.all(error <= bound + 1e-30)
-    assert len({np.asarray(part).tobytes() for part in parts}) == 1
+def test_any_tree_is_reduced_and_all_copies_are_equal_bit_by_bit(name, count, forms, op, seed):
+    rng = np.random.default_rng(seed)
+    with jax.enable_x64(True):
+        strategy = mirrored(count, ALGORITHMS[name])
+        trees = [rng.normal(0, 10, (count, *shape)).astype(jnp.dtype(d)) for shape, d in forms]
+
+        def step(tree):
+            return distrib.get_replica_context().all_reduce(op, tree)
+
+        arguments = [per_replica(strategy, list(values)) for values in trees]
+        results = strategy.run(step, args=(arguments,))
+        results = [strategy.experimental_local_results(result) for result in results]
+    for values, parts in zip(trees, results, strict=True):
+        assert len({np.asarray(part).tobytes() for part in parts}) == 1
+        assert parts[0].shape == values.shape[1:]
+        integers = np.issubdtype(values.dtype, np.integer)
+        if integers and op == "SUM":
+            assert parts[0].dtype == values.dtype
+            np.testing.assert_array_equal(parts[0], values.sum(0, dtype=values.dtype))
+            continue
+        assert parts[0].dtype == (np.float64 if integers else values.dtype)
+        exact = values.astype(np.float64)
+        expected = exact.sum(0) if op == "SUM" else exact.mean(0)
+        bound = count * float(jnp.finfo(parts[0].dtype).eps) * np.abs(exact).sum(0)
+        assert np.all(np.abs(np.asarray(parts[0], np.float64) - expected) <= bound + 1e-30)
+
+
+@every_algorithm
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_booleans_are_refused(ops, op):
+    strategy = mirrored(2, ops)
+    with pytest.raises(AggregationError, match="cannot add values of dtype bool at"):
+        strategy.run(lambda: distrib.get_replica_context().all_reduce(op, {"a": jnp.array(True)}))
+    flags = distrib.PerReplica([jnp.array(True), jnp.array(False)])
+    with pytest.raises(AggregationError, match="cannot add values of dtype bool"):
+        strategy.reduce("SUM", flags, axis=None)
+
+
+def largest(parts):
+    return functools.reduce(jnp.maximum, parts)
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_the_algorithm_is_that_of_every_reduction(eagerly):
+    """The accumulation function takes the largest instead of adding."""
+    distrib.config.run_functions_eagerly(eagerly)
+    strategy = mirrored(3, distrib.ReductionToOneDevice(accumulation_fn=largest))
+    with strategy.scope():
+        total = distrib.Variable(0.0, aggregation=distrib.VariableAggregation.SUM)
+        own = distrib.Variable(
+            0.0,
+            aggregation=distrib.VariableAggregation.SUM,
+            synchronization=distrib.VariableSynchronization.ON_READ,
+        )
+    values = per_replica(strategy, list(np.float32([[1, 5], [4, 2], [3, 3]])))
+
+    def step(x):
+        def merge(current, y):
+            return current.reduce("SUM", y, axis=None), own.value()
+
+        total.assign_add(x[0])
+        own.assign(x[1])
+        gradient = jax.grad(lambda y: (summed(y) * x).sum())(x)
+        context = distrib.get_replica_context()
+        return summed(x), context.all_reduce("MEAN", x), gradient, context.merge_call(merge, (x,))
+
+    sums, mean, gradient, (merged, inside) = strategy.run(step, args=(values,))
+    distrib.config.run_functions_eagerly(False)
+    for result, expected in ((sums, [4, 5]), (gradient, [4, 5]), (merged, [4, 5]), (inside, 5)):
+        assert [x.tolist() for x in result.values] == [expected] * 3
+    np.testing.assert_allclose(mean.values[2], [4 / 3, 5 / 3], rtol=1e-6)
+    assert float(total.numpy()) == 4
+
+
+def test_the_algorithm_is_that_of_reductions_in_cross_replica_context():
+    strategy = mirrored(3, distrib.ReductionToOneDevice(accumulation_fn=largest))
+    apart = distrib.PerReplica([np.float32([1, 5]), np.float32([4, 2]), np.float32([3, 3])])
+    stacked = strategy.run(lambda x: x, args=(distrib.PerReplica(apart.values),))
+    for value in (apart, stacked):
+        assert strategy.reduce("SUM", value, axis=None).tolist() == [4, 5]
+        assert strategy.extended.reduce_to("SUM", value, "CPU:0").tolist() == [4, 5]
+        np.testing.assert_allclose(strategy.reduce("MEAN", value, None), [4 / 3, 5 / 3], rtol=1e-6)
+        assert float(strategy.reduce("SUM", value, axis=0)) == 6
+        assert float(strategy.reduce("MEAN", value, axis=0)) == pytest.approx(6 / (3 * 2))
+    uneven = distrib.PerReplica([np.float32([1, 5]), np.float32([4]), np.float32([])])
+    assert float(strategy.reduce("SUM", uneven, axis=0)) == 6
+    assert float(strategy.reduce("MEAN", uneven, axis=0)) == 2
+
+
+def test_booleans_have_a_mean_over_an_axis():
+    strategy = mirrored(2)
+    for parts in ([[True, False], [True, True]], [[True, False, True], [True]]):
+        value = distrib.PerReplica([jnp.array(part) for part in parts])
+        assert float(strategy.reduce("MEAN", value, axis=0)) == 0.75
 
 
 @every_algorithm

@@ -1,7 +1,14 @@
 """tf.distribute's strategy API on JAX: train on one device or many by changing one line."""
 
 from distrib import config, errors, experimental, metrics, nn, random, train
-from distrib.collectives import NcclAllReduce, ReductionToOneDevice
+from distrib.collectives import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+    RingAllReduce,
+    ring_steps,
+)
 from distrib.context import (
     ReplicaContext,
     get_replica_context,
@@ -34,9 +41,11 @@ from distrib.variables import Variable, VariableAggregation, VariableSynchroniza
 
 __all__ = [
     "CentralStorageStrategy",
+    "CrossDeviceOps",
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "HierarchicalCopyAllReduce",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
@@ -50,6 +59,7 @@ __all__ = [
     "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
+    "RingAllReduce",
     "Strategy",
     "StrategyExtended",
     "TrainState",
@@ -69,6 +79,7 @@ __all__ = [
     "metrics",
     "nn",
     "random",
+    "ring_steps",
     "train",
     "train_loop",
 ]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import tests.conformance.central_storage_cases
+import tests.conformance.cross_device_ops_cases
 import tests.conformance.errors_cases
 import tests.conformance.gather_cases
 import tests.conformance.input_cases
@@ -18,6 +19,7 @@ from tests.conformance.table import CASES, disagreements, mismatches
 
 AREAS = {
     "central_storage",
+    "cross_device_ops",
     "errors",
     "gather",
     "input",

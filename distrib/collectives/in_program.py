@@ -7,15 +7,16 @@ the same op, which is what `jax.lax.psum` gives without replication checking.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distrib.collectives.cross_device_ops import CrossDeviceOps
+from distrib.collectives.algorithm import AllReduceAlgorithm
 from distrib.collectives.options import CommunicationOptions
-from distrib.collectives.packing import map_packed
+from distrib.collectives.packing import map_packed, packing_for
 from distrib.errors import AggregationError
 from distrib.platform.mesh import REPLICA_AXIS
 from distrib.platform.pytree_paths import leaves_with_paths
@@ -67,7 +68,7 @@ def all_reduce(
     tree: Any,
     *,
     num_replicas: int,
-    ops: CrossDeviceOps,
+    ops: AllReduceAlgorithm,
     options: CommunicationOptions | None = None,
     scale: float | None = None,
 ) -> Any:
@@ -78,7 +79,7 @@ def all_reduce(
       tree: arrays of any shapes and dtypes.
       num_replicas: the size of the mesh axis.
       ops: the algorithm.
-      options: how small tensors are packed.
+      options: how tensors are packed.
       scale: multiply the sum by this instead of dividing by the number of replicas, for MEAN.
 
     Returns:
@@ -95,18 +96,43 @@ def all_reduce(
             a if jnp.issubdtype(a.dtype, jnp.inexact) else a.astype(jnp.result_type(float))
             for a in arrays
         ]
-    options = options or CommunicationOptions()
-    sums = map_packed(
-        lambda x: ops.sum_over_replicas(x, num_replicas),
-        arrays,
-        options.pack_limit,
-        options.tensor_limit,
-    )
+    packing = packing_for(options or CommunicationOptions(), ops.num_packs)
+    sums = map_packed(lambda x: ops.sum_over_replicas(x, num_replicas), arrays, packing)
     if op is ReduceOp.MEAN:
         sums = [
             s / num_replicas if scale is None else s * jnp.asarray(scale, s.dtype) for s in sums
         ]
     return jax.tree.unflatten(treedef, sums)
+
+
+def all_reduce_with_feedback(
+    op: ReduceOp,
+    arrays: Sequence[jax.Array],
+    residuals: Sequence[jax.Array],
+    *,
+    num_replicas: int,
+    ops: AllReduceAlgorithm,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Reduce arrays, adding what earlier calls rounded off, and return what this one does.
+
+    Args:
+      op: how.
+      arrays: floating values.
+      residuals: for each, an array of its shape, this replica's own: zeros at first, then what
+        the last call returned.
+      num_replicas: the size of the mesh axis.
+      ops: the algorithm.
+
+    Returns:
+      The results, in the dtypes of ``arrays``, and the residuals for the next call. The values and
+      residuals that go in, of all replicas, add up to the sum and the residuals that come out.
+    """
+    corrected = [a.astype(r.dtype) + r for a, r in zip(arrays, residuals, strict=True)]
+    packing = packing_for(CommunicationOptions(), ops.num_packs)
+    both = map_packed(lambda x: ops.sum_with_errors(x, num_replicas), corrected, packing)
+    divisor = num_replicas if op is ReduceOp.MEAN else 1
+    totals = [(s / divisor).astype(a.dtype) for (s, _), a in zip(both, arrays, strict=True)]
+    return totals, [error for _, error in both]
 
 
 def all_gather(tree: Any, axis: int) -> Any:

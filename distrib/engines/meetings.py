@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from distrib.collectives import ONE_SUM_NAMES, is_one_sum
 from distrib.engines.varying import mentions, sub_jaxpr
 from distrib.errors import UnevenReplicasError
 from distrib.platform.jax_compat import bind_equation, jaxpr_function
@@ -35,6 +36,8 @@ _LOOPS = ("scan", "while", "cond")
 
 def is_meeting(equation: Any) -> bool:
     """Tell whether an equation is a collective over the replicas."""
+    if is_one_sum(equation):
+        return True
     if equation.primitive.name not in _COLLECTIVES:
         return False
     axes = equation.params.get("axes", equation.params.get("axis_name"))
@@ -46,8 +49,13 @@ def replica_groups(meeting: Any) -> Sequence[Sequence[int]] | None:
     return meeting.params.get("axis_index_groups")
 
 
+def is_sum(equation: Any) -> bool:
+    """Tell whether a meeting adds the values of the replicas."""
+    return is_one_sum(equation) or equation.primitive.name in ("psum", "psum_invariant")
+
+
 def _contains_meeting(equation: Any) -> bool:
-    return any(mentions(equation, name) for name in _COLLECTIVES)
+    return any(mentions(equation, name) for name in (*_COLLECTIVES, *ONE_SUM_NAMES))
 
 
 def acts(equation: Any) -> bool:

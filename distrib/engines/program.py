@@ -14,7 +14,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distrib.collectives import CrossDeviceOps, all_gather, all_reduce, from_first_replica
+from distrib.collectives import (
+    CrossDeviceOps,
+    algorithm_for,
+    all_gather,
+    all_reduce,
+    all_reduce_with_feedback,
+    check_for_gather,
+    check_no_timeout,
+    from_first_replica,
+)
 from distrib.context import Frame, current_frame, entered
 from distrib.engines.numerics import Numerics
 from distrib.engines.refusals import (
@@ -230,14 +239,16 @@ class Program:
         # With uneven replicas a division by their number marks jax.lax.pmean, which then weights
         # them; all_reduce is tf.distribute's and does not, so it multiplies.
         scale = None if self._weights is None else 1.0 / self._size
-        return all_reduce(
-            op, value, num_replicas=self._size, ops=self._ops, options=options, scale=scale
-        )
+        check_no_timeout(options, "a compiled step")
+        ops = algorithm_for(self._ops, options)
+        return all_reduce(op, value, num_replicas=self._size, ops=ops, options=options, scale=scale)
 
     def all_gather(self, value: Any, axis: int, options: Any) -> Any:
         """Concatenate a tree over the replicas."""
         if self._numerics is not None:
             self._numerics.brought("the operand of all_gather", value)
+        check_no_timeout(options, "a compiled step")
+        check_for_gather(options)
         return all_gather(value, axis)
 
     def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: dict) -> Any:
@@ -283,6 +294,28 @@ class Program:
         """Combine gradients over the replicas: SUM, or MEAN weighted by the examples of each."""
         op = self._combined_by = ReduceOp.parse(aggregation)
         return self._weighted(op, value, names)
+
+    def combine_with_feedback(
+        self,
+        value: Sequence[Any],
+        residuals: Sequence[Any],
+        aggregation: str,
+        names: Sequence[str] = (),
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Combine gradients as :meth:`combine` does, adding what earlier steps rounded off.
+
+        Returns:
+          The combined gradients, and what this step has rounded off on this replica.
+        """
+        if self._numerics is not None:
+            self._numerics.combined(f"what is combined ({aggregation})", value, names)
+        op = self._combined_by = ReduceOp.parse(aggregation)
+        if self._weights is not None:
+            value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
+            op = ReduceOp.SUM
+        return all_reduce_with_feedback(
+            op, value, residuals, num_replicas=self._size, ops=self._ops
+        )
 
     def average(self, value: Any, names: Sequence[str] = ()) -> Any:
         """Return the mean of a tree over the replicas, weighted by the examples of each."""

@@ -1,8 +1,4 @@
-"""The program of one replica that runs eagerly, in a thread: variables, and meetings.
-
-The values of variables during a step are kept aside and put back when all replicas have returned,
-so that a step that fails changes nothing.
-"""
+"""The program of one replica that runs eagerly, in a thread: variables, and meetings."""
 
 from __future__ import annotations
 
@@ -10,11 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
-from distrib.collectives import check_arrays, check_numbers
+from distrib.collectives import (
+    check_arrays,
+    check_for_gather,
+    check_numbers,
+    form,
+)
 from distrib.context import current_frame
 from distrib.engines.numerics import Numerics
 from distrib.engines.program import Apply, Update, applied, combined, share_of_total
@@ -26,129 +25,19 @@ from distrib.engines.refusals import (
     run_in_merge_function,
     without_aggregation,
 )
+from distrib.engines.step_values import StepValues
 from distrib.engines.turns import Request, Turn
 from distrib.engines.weights import ExampleWeights
 from distrib.errors import AggregationError, ContextError, NestedTraceError
-from distrib.platform import Device, trace_token, uncommitted
+from distrib.platform import trace_token
 from distrib.reduce_op import ReduceOp
 from distrib.values import DistributedValues
 from distrib.variables import (
-    HoldsVariables,
     Variable,
     VariableAggregation,
     VariableSynchronization,
     check_not_jitted,
 )
-
-
-class StepValues:
-    """The values of variables during one eager step, a component for each replica."""
-
-    def __init__(self, strategy: Any, devices: Sequence[Device]):
-        self.strategy = strategy
-        self.devices = devices
-        self._components: dict[int, tuple[Variable, list[jax.Array]]] = {}
-        self._before: dict[int, list[jax.Array]] = {}
-        self._changed: dict[int, Variable] = {}
-
-    def get(self, variable: Variable, replica: int) -> jax.Array:
-        """Return the component of a replica."""
-        return self._of(variable)[replica]
-
-    def _of(self, variable: Variable) -> list[jax.Array]:
-        if id(variable) not in self._components:
-            copies = variable.storage.components()
-            if len(copies) != len(self.devices):
-                # One copy, on the parameter device or of another strategy: each replica reads it.
-                copies = [copies[0]] * len(self.devices)
-            found = [self.here(copy, i) for i, copy in enumerate(copies)]
-            self._components[id(variable)] = (variable, found)
-            self._before[id(variable)] = list(found)
-        return self._components[id(variable)][1]
-
-    def here(self, value: Any, replica: int) -> jax.Array:
-        """Return an array on the device of a replica, which takes what is computed with it there.
-
-        It is committed to the device. `jax.default_device` would bring what a replica makes from
-        nothing there as well, but JAX then traces a jitted function anew for every device.
-        """
-        return jax.device_put(value, self.devices[replica])
-
-    def free(self, value: Any, replica: int) -> jax.Array:
-        """Return an array on the device of a replica that may be combined with those of others."""
-        return uncommitted(self.here(value, replica))
-
-    def outside(self, tree: Any, replica: int) -> Any:
-        """Return what a replica hands out, its arrays on its own device and free."""
-        return jax.tree.map(
-            lambda leaf: self.free(leaf, replica) if _is_array(leaf) else leaf, tree, is_leaf=_kept
-        )
-
-    def set(self, variable: Variable, replica: int, value: jax.Array) -> None:
-        """Change the component of one replica."""
-        self._of(variable)[replica] = self.here(value, replica)
-        self._changed[id(variable)] = variable
-
-    def set_all(self, variable: Variable, value: jax.Array) -> None:
-        """Give every replica the same value."""
-        for replica in range(len(self.devices)):
-            self.set(variable, replica, value)
-
-    def aggregated(self, variable: Variable) -> jax.Array:
-        """Return what a read in cross-replica context gives."""
-        parts = [self.free(part, i) for i, part in enumerate(self._of(variable))]
-        if not variable.storage.per_replica or len(parts) == 1:
-            return parts[0]
-        if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return parts[0]
-        if variable.aggregation is VariableAggregation.NONE:
-            return variable.storage.read()  # Raises the error that says what to do.
-        return reduced(ReduceOp.parse(variable.aggregation.name), parts, self.devices[0])
-
-    def before(self, replica: int) -> list[tuple[Variable, jax.Array]]:
-        """Return the variables that the step has touched, with what a replica had of them."""
-        return [(self._components[key][0], old[replica]) for key, old in self._before.items()]
-
-    def written(self, replica: int) -> list[tuple[Variable, jax.Array]]:
-        """Return the variables that have changed, with what a replica has of them now."""
-        return [(v, self._components[key][1][replica]) for key, v in self._changed.items()]
-
-    def put_back(self) -> None:
-        """Store what has changed in the variables."""
-        for key, variable in self._changed.items():
-            variable.storage.put_components(self._components[key][1])
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
-
-
-def _kept(leaf: Any) -> bool:
-    return isinstance(leaf, DistributedValues | Variable | HoldsVariables)
-
-
-def reduced(op: ReduceOp, parts: Sequence[Any], device: Device) -> Any:
-    """Add the parts in the order of the replicas, on one device.
-
-    Raises:
-      AggregationError: if their shapes or dtypes differ.
-    """
-    arrays = [uncommitted(jax.device_put(jnp.asarray(part), device)) for part in parts]
-    forms = [form(array) for array in arrays]
-    if len(set(forms)) > 1:
-        raise AggregationError(
-            f"The replicas bring {', '.join(forms)} to one all-reduce: shapes and dtypes must be "
-            "equal. Reduce over the batch first."
-        )
-    total = arrays[0]
-    for array in arrays[1:]:
-        total = total + array
-    return total if op is ReduceOp.SUM else total / len(arrays)
-
-
-def form(array: Any) -> str:
-    """Return dtype and shape of an array, for messages: ``float32[2,3]``."""
-    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
 class ReplicaThread:
@@ -179,7 +68,7 @@ class ReplicaThread:
     def _replica(self) -> int:
         return 0 if self._turn is None else self._turn.index
 
-    def _ask(self, kind: Any, shown: str, payload: Any) -> Any:
+    def _ask(self, kind: Any, shown: str, payload: Any, timeout: float | None = None) -> Any:
         if self._turn is None or current_frame().replica is None:
             raise ContextError(
                 f"{shown} was called inside a merge function, where there is no replica. Use the "
@@ -192,7 +81,7 @@ class ReplicaThread:
                     "eagerly cannot meet. Call it in the replica function itself, or run compiled: "
                     "distrib.config.run_functions_eagerly(False)."
                 )
-        return self._turn.ask(Request(kind, shown, payload))
+        return self._turn.ask(Request(kind, shown, payload, timeout))
 
     def run(self, fn: Any, args: Any, kwargs: Any) -> Any:
         """Raise: only a merge function is in cross-replica context here.
@@ -266,6 +155,7 @@ class ReplicaThread:
 
     def all_reduce(self, op: ReduceOp, value: Any, options: Any) -> Any:
         """Reduce a tree over the replicas; the gradient is the same reduction."""
+        timeout = None if options is None else options.timeout_seconds
         treedef = jax.tree.structure(value)
         shown = f"all_reduce({op.name})"
         arrays = check_numbers(value, shown) if treedef.num_leaves else []
@@ -276,21 +166,23 @@ class ReplicaThread:
 
         def reduce(inputs: list) -> list:
             shown_inputs = f"{shown} of {', '.join(map(form, inputs))}"
-            return self._ask(("all_reduce", op, treedef), shown_inputs, inputs)
+            return self._ask(("all_reduce", op, options, treedef), shown_inputs, inputs, timeout)
 
         @jax.custom_vjp
         def meet(inputs: list) -> list:
             return reduce(inputs)
 
         def gradient(_: None, incoming: list) -> tuple[list]:
-            kind = ("all_reduce", op, "gradient", treedef)
-            return (self._of_floats(kind, f"the gradient of {shown}", incoming),)
+            kind = ("all_reduce", op, options, "gradient", treedef)
+            return (self._of_floats(kind, f"the gradient of {shown}", incoming, timeout),)
 
         meet.defvjp(lambda inputs: (reduce(inputs), None), gradient)
         return jax.tree.unflatten(treedef, meet(arrays) if arrays else arrays)
 
     def all_gather(self, value: Any, axis: int, options: Any) -> Any:
         """Concatenate a tree over the replicas, of lengths that may differ along ``axis``."""
+        check_for_gather(options)
+        timeout = None if options is None else options.timeout_seconds
         treedef = jax.tree.structure(value)
         shown = f"all_gather(axis={axis})"
         arrays = check_arrays(value, "all_gather") if treedef.num_leaves else []
@@ -307,24 +199,24 @@ class ReplicaThread:
 
         def gather(inputs: list) -> tuple[list, list]:
             shown_inputs = f"{shown} of {', '.join(map(form, inputs))}"
-            return self._ask(("all_gather", axis, treedef), shown_inputs, inputs)
+            return self._ask(("all_gather", axis, treedef), shown_inputs, inputs, timeout)
 
         @jax.custom_vjp
         def meet(inputs: list) -> list:
             return gather(inputs)[0]
 
         def gradient(starts: list, incoming: list) -> tuple[list]:
-            kind = ("all_reduce", ReduceOp.SUM, "gradient", axis, treedef)
-            totals = self._of_floats(kind, f"the gradient of {shown}", incoming)
+            kind = ("all_reduce", ReduceOp.SUM, None, "gradient", axis, treedef)
+            totals = self._of_floats(kind, f"the gradient of {shown}", incoming, timeout)
             return ([_cut(*item, axis) for item in zip(totals, starts, arrays, strict=True)],)
 
         meet.defvjp(gather, gradient)
         return jax.tree.unflatten(treedef, meet(arrays))
 
-    def _of_floats(self, kind: Any, shown: str, incoming: list) -> list:
+    def _of_floats(self, kind: Any, shown: str, incoming: list, timeout: float | None) -> list:
         """All-reduce the gradients of floating arrays; integers have none."""
         floats = [i for i, x in enumerate(incoming) if x.dtype != jax.dtypes.float0]
-        answers = self._ask(kind, shown, [incoming[i] for i in floats])
+        answers = self._ask(kind, shown, [incoming[i] for i in floats], timeout)
         gradients: list[Any] = [None] * len(incoming)
         for i, answer in zip(floats, answers, strict=True):
             gradients[i] = answer
@@ -350,8 +242,29 @@ class ReplicaThread:
         leaves, treedef = jax.tree.flatten(value)
         shown = f"the combination ({aggregation}) of gradients or statistics"
         return jax.tree.unflatten(
-            treedef, self._ask(("all_reduce", op, "combine", treedef), shown, leaves)
+            treedef, self._ask(("all_reduce", op, None, "combine", treedef), shown, leaves)
         )
+
+    def combine_with_feedback(
+        self,
+        value: Sequence[Any],
+        residuals: Sequence[Any],
+        aggregation: str,
+        names: Sequence[str] = (),
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Combine arrays as :meth:`combine` does, adding what earlier steps rounded off.
+
+        Returns:
+          The combined arrays, and what this step has rounded off on this replica.
+        """
+        if self._numerics is not None:
+            self._numerics.combined(f"what is combined ({aggregation})", value, names)
+        op = ReduceOp.parse(aggregation)
+        if self._weights is not None:
+            value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
+            op = ReduceOp.SUM
+        shown = f"the combination ({aggregation}) of gradients with error feedback"
+        return self._ask(("feedback", op, len(value)), shown, (list(value), list(residuals)))
 
     def average(self, value: Any, names: Sequence[str] = ()) -> Any:
         """Return the mean of a tree over the replicas, weighted by the examples of each."""
@@ -409,6 +322,6 @@ def assign_aggregated(values: StepValues, requests: Sequence[Request]) -> None:
             raise number_summed(variable, first)
         value = first
     else:
-        value = reduced(ReduceOp.parse(aggregation.name), parts, values.devices[0])
+        value = values.reduced(ReduceOp.parse(aggregation.name), parts)
     operand = values.here(variable.fitted(value), 0)
     values.set_all(variable, combined(kind, values.get(variable, 0), operand))

@@ -25,7 +25,7 @@ from distrib.engines.placement import UpdatePlacement
 from distrib.engines.signature import Kind
 from distrib.engines.varying import calls_back
 from distrib.platform.jax_compat import jaxpr_function, uncommitted
-from distrib.platform.mesh import REPLICA_AXIS, replicated, split
+from distrib.platform.mesh import REPLICA_AXIS, replicated, split, stack_parts
 from distrib.values import Layout, Mirrored, PerReplica, local_shards
 from distrib.variables import LentCells, Variable, cells_held, changes_held
 
@@ -321,16 +321,6 @@ def stack_components(value: PerReplica, mesh: Mesh) -> jax.Array:
         value.whole = stack_parts(value.values, jnp.result_type(value.values[0]), mesh)
         value.layout = Layout.STACKED
     return value.whole
-
-
-def stack_parts(parts: Sequence[Any], dtype: Any, mesh: Mesh) -> jax.Array:
-    """Stack one array for each replica of this process, of equal shapes, on the mesh."""
-    rows = [
-        jax.device_put(jnp.asarray(part, dtype=dtype)[None], device)
-        for part, device in zip(parts, mesh.local_devices, strict=True)
-    ]
-    shape = (mesh.devices.size, *rows[0].shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, split(mesh), rows)
 
 
 @functools.partial(jax.jit, static_argnums=1)

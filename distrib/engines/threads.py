@@ -10,6 +10,7 @@ A replica computes on the device of its arguments and variables. What it makes f
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distrib.collectives import ComponentReducer, CrossDeviceOps, algorithm_for, form
 from distrib.config import check_numerics_enabled
 from distrib.context import Frame, ReplicaContext, entered
 from distrib.engines.calls import check_components, check_outside_trace, unjitted
@@ -35,18 +37,22 @@ from distrib.engines.numerics import Numerics, require_finite
 from distrib.engines.refusals import nnx_differs, unequal_shapes
 from distrib.engines.replica_thread import (
     ReplicaThread,
-    StepValues,
     assign_aggregated,
-    form,
-    reduced,
     update_everywhere,
 )
 from distrib.engines.run_options import NO_OPTIONS, RunOptions
 from distrib.engines.signature import is_argument
+from distrib.engines.step_values import StepValues
 from distrib.engines.turns import Request, Turn, take_turns
 from distrib.engines.weights import ExampleWeights, examples_of
 from distrib.errors import AggregationError, ContextError, OutputError
-from distrib.platform import Device, device_string, thread_settings, with_settings
+from distrib.platform import (
+    Device,
+    device_string,
+    replica_mesh,
+    thread_settings,
+    with_settings,
+)
 from distrib.values import DistributedValues, PerReplica
 from distrib.variables import HoldsVariables, Variable
 
@@ -57,11 +63,14 @@ class ThreadsEngine:
     Args:
       strategy: the strategy, which replica contexts show to the user.
       devices: a device for each replica.
+      ops: how values are added over them.
     """
 
-    def __init__(self, strategy: Any, devices: Sequence[Device]):
+    def __init__(self, strategy: Any, devices: Sequence[Device], ops: CrossDeviceOps):
         self._strategy = strategy
         self._devices = tuple(devices)
+        choose = functools.partial(algorithm_for, ops)
+        self._reducer = ComponentReducer(replica_mesh(self._devices), choose)
 
     def run_steps(
         self,
@@ -98,7 +107,7 @@ class ThreadsEngine:
         check_components(leaves, len(self._devices))
         if not options.experimental_enable_dynamic_batch_size and _are_uneven(leaves):
             raise unequal_shapes(leaves)
-        values = StepValues(self._strategy, self._devices)
+        values = StepValues(self._strategy, self._devices, self._reducer)
         weights = _weights(leaves, len(self._devices))
         objects = [leaf for leaf in leaves if is_nnx_object(leaf)]
         state = take_apart(objects) if objects else None
@@ -171,12 +180,13 @@ class ThreadsEngine:
         size = len(self._devices)
         if what == "merge_call":
             return self._merge(values, payloads)
-        device = self._devices[0]
         if what == "all_reduce":
-            sums = [reduced(kind[1], parts, device) for parts in zip(*payloads, strict=True)]
-            return [[values.here(s, i) for s in sums] for i in range(size)]
+            _, op, options, *_ = kind
+            return values.all_reduced(op, payloads, options)
+        if what == "feedback":
+            return values.all_reduced_with_feedback(kind[1], payloads)
         if what == "all_gather":
-            axis = kind[1]
+            axis, device = kind[1], self._devices[0]
             wholes = [_concatenated(parts, axis, device) for parts in zip(*payloads, strict=True)]
             return [
                 ([values.here(w, i) for w in wholes], _starts(payloads, axis, i))

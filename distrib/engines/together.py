@@ -23,6 +23,7 @@ from distrib.engines.meetings import (
     check_same_meetings,
     cut,
     is_literal,
+    is_sum,
     look_up,
     needed,
     replica_groups,
@@ -144,12 +145,12 @@ class Together:
                     common.update(equation.outvars)
             if index < len(self._cuts[0].meetings):
                 meeting = self._cuts[0].meetings[index]
-                if equal_everywhere(meeting, REPLICA_AXIS):
-                    common.update(
-                        variable
-                        for i, variable in enumerate(meeting.outvars)
-                        if self._means[0].get((index, i)) is not Direction.SHARED_OUT
-                    )
+                equal = equal_everywhere(meeting, REPLICA_AXIS)
+                common.update(
+                    variable
+                    for i, variable in enumerate(meeting.outvars)
+                    if equal[i] and self._means[0].get((index, i)) is not Direction.SHARED_OUT
+                )
         return common
 
     def _run_common(self, index: int, environment: dict[Any, Any]) -> None:
@@ -255,9 +256,8 @@ class Together:
     def _counted(self, g: int, index: int, operand: int, value: Any) -> Any:
         """Return what a replica of group ``g`` brings to a meeting."""
         meeting = self._cuts[g].meetings[index]
-        kind = meeting.primitive.name
         if not self._groups[g].takes_part:
-            return _nothing_for(kind, value)
+            return _nothing_for(meeting.primitive.name, value)
         if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
             return value
         direction = self._means[g].get((index, operand))
@@ -267,7 +267,7 @@ class Together:
             if direction is Direction.SHARED_OUT:
                 return value
             return value * self._share(meeting, jnp.result_type(value))
-        if self._groups[g].examples == 0 and "psum" in kind:
+        if self._groups[g].examples == 0 and is_sum(meeting):
             return jnp.where(jnp.isnan(value), 0, value)
         return value
 

@@ -35,11 +35,13 @@ class Request:
       kind: what must be equal of all requests of a meeting.
       shown: the call, for messages.
       payload: what this replica brings.
+      timeout: how long the others may take to come, in seconds; None for the usual time.
     """
 
     kind: Any
     shown: str
     payload: Any
+    timeout: float | None = None
 
 
 class _Abandoned(BaseException):
@@ -167,10 +169,13 @@ def take_turns(
     answers: Sequence[Any] = [None] * len(turns)
     try:
         while True:
+            patience = seconds
             for turn, answer in zip(turns, answers, strict=True):
-                turn.take(answer, seconds)
+                turn.take(answer, patience)
                 if turn.error is not None:
                     raise turn.error
+                if turn.request is not None and turn.request.timeout is not None:
+                    patience = min(patience, turn.request.timeout)
             if all(turn.done for turn in turns):
                 return [turn.result for turn in turns]
             try:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from distrib.collectives import is_one_sum
+
 _MEETINGS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 _LOOPS = {"scan", "while", "cond"}
 
@@ -38,8 +40,9 @@ def _results(equation: Any, operands: list[bool], axis: str) -> list[bool]:
     count = len(equation.outvars)
     if name == "axis_index":
         return [equation.params.get("axis_name") == axis] * count
-    if equal_everywhere(equation, axis):
-        return [False] * count
+    equal = equal_everywhere(equation, axis)
+    if any(equal):
+        return [not is_equal for is_equal in equal]
     inner = sub_jaxpr(equation)
     if inner is not None and name not in _LOOPS and len(inner.invars) == len(operands):
         return varying_outputs(inner, operands, axis)
@@ -50,14 +53,17 @@ def _results(equation: Any, operands: list[bool], axis: str) -> list[bool]:
     return [any(operands)] * count
 
 
-def equal_everywhere(equation: Any, axis: str) -> bool:
-    """Tell whether an equation is a collective with the same result on all replicas."""
+def equal_everywhere(equation: Any, axis: str) -> list[bool]:
+    """Tell for each result of an equation whether a collective makes it equal on all replicas."""
+    count = len(equation.outvars)
+    if is_one_sum(equation):
+        return [True, False][:count]
     if equation.primitive.name not in _MEETINGS:
-        return False
+        return [False] * count
     if equation.params.get("axis_index_groups") is not None:
-        return False
+        return [False] * count
     axes = equation.params.get("axes", equation.params.get("axis_name"))
-    return axes == axis or (isinstance(axes, tuple | list) and axis in axes)
+    return [axes == axis or (isinstance(axes, tuple | list) and axis in axes)] * count
 
 
 def sub_jaxpr(equation: Any) -> Any:

@@ -1,7 +1,27 @@
 """tf.distribute's experimental spellings."""
 
-from distrib.collectives import CommunicationOptions
+from distrib.collectives import (
+    CollectiveHints,
+    CommunicationImplementation,
+    CommunicationOptions,
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    RingAllReduce,
+    ring_steps,
+)
+from distrib.collectives import CommunicationImplementation as CollectiveCommunication
 from distrib.strategies import CentralStorageStrategy
 from distrib.values import ValueContext
 
-__all__ = ["CentralStorageStrategy", "CommunicationOptions", "ValueContext"]
+__all__ = [
+    "CentralStorageStrategy",
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "CrossDeviceOps",
+    "HierarchicalCopyAllReduce",
+    "RingAllReduce",
+    "ValueContext",
+    "ring_steps",
+]

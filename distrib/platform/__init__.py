@@ -19,7 +19,7 @@ from distrib.platform.jax_compat import (
     under_trace,
     with_settings,
 )
-from distrib.platform.mesh import REPLICA_AXIS, replica_mesh, replicated, split
+from distrib.platform.mesh import REPLICA_AXIS, replica_mesh, replicated, split, stack_parts
 from distrib.platform.pytree_paths import leaves_with_paths, path_string
 from distrib.platform.tracebacks import (
     ends_with_users_line,
@@ -48,6 +48,7 @@ __all__ = [
     "short_device_string",
     "split",
     "stack_as_traceback",
+    "stack_parts",
     "thread_settings",
     "trace_token",
     "uncommitted",

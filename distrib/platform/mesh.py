@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
-import jax  # noqa: F401 - for the doctests
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -51,3 +53,17 @@ def split(mesh: Mesh) -> NamedSharding:
     P('replica',)
     """
     return NamedSharding(mesh, PartitionSpec(REPLICA_AXIS))
+
+
+def stack_parts(parts: Sequence[Any], dtype: Any, mesh: Mesh) -> jax.Array:
+    """Stack one array for each replica of this process, of equal shapes, on ``mesh``.
+
+    >>> stack_parts([1.0, 2.0], "float32", replica_mesh(jax.devices()[:2]))
+    Array([1., 2.], dtype=float32)
+    """
+    rows = [
+        jax.device_put(jnp.asarray(part, dtype=dtype)[None], device)
+        for part, device in zip(parts, mesh.local_devices, strict=True)
+    ]
+    shape = (mesh.devices.size, *rows[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, split(mesh), rows)

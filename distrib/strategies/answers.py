@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from jax.sharding import Mesh
 
+from distrib.collectives import CommunicationOptions
 from distrib.engines import NO_OPTIONS, RunOptions
 from distrib.platform import Device
 from distrib.reduce_op import ReduceOp
@@ -91,7 +92,9 @@ class Combiner(Protocol):
         """How many replicas there are, over all workers."""
         ...
 
-    def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
+    def reduce(
+        self, op: ReduceOp, value: Any, axis: Any, options: CommunicationOptions | None = None
+    ) -> Any:
         """Reduce one value over the replicas, and over ``axis`` of the components if not None."""
         ...
 

@@ -54,9 +54,10 @@ class CentralStorageStrategy(Strategy):
         else:
             home = local_devices("CPU")[0]
         mesh = replica_mesh(resolved)
-        threads = ThreadsEngine(self, resolved)
+        ops = NcclAllReduce()
+        threads = ThreadsEngine(self, resolved, ops)
         device = device_of_any_replica(resolved)
-        engine = SpmdEngine(self, mesh, NcclAllReduce(), OnOneDevice(home), device, threads)
+        engine = SpmdEngine(self, mesh, ops, OnOneDevice(home), device, threads)
         super().__init__(
             StrategyExtended(
                 self,
@@ -65,6 +66,6 @@ class CentralStorageStrategy(Strategy):
                 home=OnDevice(home),
                 engine=engine,
                 eager_engine=threads,
-                combiner=MeshCombiner(mesh, home),
+                combiner=MeshCombiner(mesh, home, ops),
             )
         )

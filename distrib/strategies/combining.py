@@ -11,51 +11,108 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
-from distrib.collectives import all_gather
+from distrib.collectives import (
+    CommunicationOptions,
+    ComponentReducer,
+    CrossDeviceOps,
+    algorithm_for,
+    all_gather,
+    all_reduce,
+    check_no_timeout,
+)
 from distrib.context import current_program
 from distrib.errors import AggregationError
-from distrib.platform import uncommitted
-from distrib.platform.mesh import replicated
+from distrib.platform import REPLICA_AXIS, uncommitted
 from distrib.reduce_op import ReduceOp
 from distrib.values import DistributedValues, Layout, Mirrored, PerReplica, local_shards
 from distrib.variables import Variable
 
+Options = CommunicationOptions | None
+
 
 class MeshCombiner:
-    """Combines the values of the replicas of a mesh.
+    """Combines the values of the replicas of a mesh, by the algorithm that steps use.
 
     Args:
       mesh: the devices of the replicas.
-      device: where results of unequal components are brought together.
+      device: where results of separate components are.
+      ops: how values are added over the replicas.
     """
 
-    def __init__(self, mesh: Mesh, device: Any):
+    def __init__(self, mesh: Mesh, device: Any, ops: CrossDeviceOps):
         self._mesh = mesh
         self._device = device
+        self._choose = functools.partial(algorithm_for, ops)
+        self._components = ComponentReducer(mesh, self._choose)
+        self._reducers: dict[Any, Callable[[jax.Array], jax.Array]] = {}
         self.num_replicas: int = mesh.devices.size
 
-    def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
+    def reduce(self, op: ReduceOp, value: Any, axis: Any, options: Options = None) -> Any:
         """Reduce one value over the replicas.
 
         Raises:
           AggregationError: for SUM of a value that is the same on every replica, and for components
             that cannot be added.
+          ValueError: for options with a timeout, which nothing keeps here.
         """
+        check_no_timeout(options, "a reduction in cross-replica context")
         if isinstance(value, Variable):
             value = self._of_variable(value)
         if isinstance(value, PerReplica) and value.layout is Layout.LOCAL:
-            return _reduce_in_program(op, value.local, axis)
+            return _reduce_in_program(op, value.local, axis, options)
         if isinstance(value, PerReplica) and self._is_here(value.whole):
-            stacked = value.layout is Layout.STACKED
-            reducer = _whole_reducer(self._mesh, op, _frozen(axis), stacked)
+            reducer = self._whole_reducer(op, _frozen(axis), value.layout, options)
             return uncommitted(local_shards(reducer(value.whole))[0].data)
         if isinstance(value, PerReplica):
-            return reduce_components(op, [self._brought(part) for part in value.values], axis)
+            if any(isinstance(part, Tracer) for part in value.values):
+                return reduce_components(op, value.values, axis)
+            return reduce_components(op, value.values, axis, self._adder(options))
         if isinstance(value, Mirrored):
             value = value.values[0]
         return reduce_same(op, value, axis, self.num_replicas)
+
+    def _adder(self, options: Options) -> Callable[[Sequence[jax.Array]], jax.Array]:
+        """Return what adds arrays of equal shapes, one of each replica."""
+
+        def add(arrays: Sequence[jax.Array]) -> jax.Array:
+            dtype = jnp.result_type(*arrays)
+            parts = [array.astype(dtype) for array in arrays]
+            (total,) = self._components.all_reduce(ReduceOp.SUM, [parts], options)
+            return self._brought(local_shards(total)[0].data)
+
+        return add
+
+    def _whole_reducer(
+        self, op: ReduceOp, axis: Any, layout: Layout, options: Options
+    ) -> Callable[..., jax.Array]:
+        key = (op, axis, layout, options)
+        if key in self._reducers:
+            return self._reducers[key]
+
+        def reducer(part: jax.Array) -> jax.Array:
+            part = part[0] if layout is Layout.STACKED else part
+            axes = _axes(axis, part.ndim)
+            if axes:
+                mean = op is ReduceOp.MEAN
+                part = part.mean(axes) if mean else part.sum(axes, dtype=part.dtype)
+            return all_reduce(
+                op,
+                part,
+                num_replicas=self.num_replicas,
+                ops=self._choose(options),
+                options=options,
+            )
+
+        mapped = jax.shard_map(
+            reducer,
+            mesh=self._mesh,
+            in_specs=PartitionSpec(REPLICA_AXIS),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        return self._reducers.setdefault(key, jax.jit(mapped))
 
     def _of_variable(self, variable: Variable) -> Any:
         if variable.storage.per_replica and current_program() is None:
@@ -92,8 +149,9 @@ class SingleCombiner:
 
     num_replicas = 1
 
-    def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
+    def reduce(self, op: ReduceOp, value: Any, axis: Any, options: Options = None) -> Any:
         """Reduce over ``axis``, if it is not None."""
+        check_no_timeout(options, "a reduction in cross-replica context")
         return reduce_same(op, _only_component(value), axis, 1)
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -115,19 +173,6 @@ def _frozen(axis: Any) -> Any:
     return axis
 
 
-@functools.cache
-def _whole_reducer(mesh: Mesh, op: ReduceOp, axis: Any, stacked: bool) -> Callable[..., jax.Array]:
-    size = mesh.devices.size
-
-    def reducer(whole: jax.Array) -> jax.Array:
-        if not stacked:
-            whole = whole.reshape(size, whole.shape[0] // size, *whole.shape[1:])
-        axes = (0, *(a + 1 for a in _axes(axis, whole.ndim - 1)))
-        return whole.mean(axes) if op is ReduceOp.MEAN else whole.sum(axes, dtype=whole.dtype)
-
-    return jax.jit(reducer, out_shardings=replicated(mesh))
-
-
 def _axes(axis: Any, rank: int) -> tuple[int, ...]:
     """Return the axes of a component, counted from the front."""
     if axis is None:
@@ -142,29 +187,47 @@ def _axes(axis: Any, rank: int) -> tuple[int, ...]:
     return tuple(a % rank for a in axes)
 
 
-def _reduce_in_program(op: ReduceOp, local: Any, axis: Any) -> Any:
+def _reduce_in_program(op: ReduceOp, local: Any, axis: Any, options: Options) -> Any:
     program = current_program()
     if program is None:
         raise AggregationError("A traced per-replica value left the step that it belongs to.")
     axes = _axes(_frozen(axis), local.ndim)
     total = local.sum(axes, dtype=local.dtype) if axes else local
     if op is ReduceOp.SUM or not axes:
-        return program.all_reduce(op, total, None)
+        return program.all_reduce(op, total, options)
     count = jnp.asarray(math.prod(local.shape[a] for a in axes), jnp.result_type(float))
-    total, count = program.all_reduce(ReduceOp.SUM, (total, count), None)
+    total, count = program.all_reduce(ReduceOp.SUM, (total, count), options)
     return total / count
 
 
-def reduce_components(op: ReduceOp, parts: Sequence[Any], axis: Any) -> jax.Array:
+def _add_in_order(arrays: Sequence[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, arrays)
+
+
+def reduce_components(
+    op: ReduceOp,
+    parts: Sequence[Any],
+    axis: Any,
+    add: Callable[[Sequence[jax.Array]], jax.Array] = _add_in_order,
+) -> jax.Array:
     """Reduce components whose shapes may differ along ``axis``.
 
     MEAN divides by the number of elements that there really are, so that a replica with few
     examples counts for few.
 
+    Args:
+      op: how.
+      parts: a component for each replica.
+      axis: the axes of the components to reduce as well; None for none.
+      add: adds arrays of equal shapes, one of each replica.
+
     Raises:
       AggregationError: if what is left after reducing over ``axis`` differs in shape.
     """
     arrays = [jnp.asarray(part) for part in parts]
+    if op is ReduceOp.MEAN and axis is not None:
+        # Of booleans the mean over examples is the fraction that is true.
+        arrays = [a.astype(jnp.int32) if a.dtype == jnp.bool_ else a for a in arrays]
     axes = [_axes(_frozen(axis), a.ndim) for a in arrays]
     sums = [a.sum(x, dtype=a.dtype) for a, x in zip(arrays, axes, strict=True)]
     if len({s.shape for s in sums}) > 1:
@@ -173,7 +236,7 @@ def reduce_components(op: ReduceOp, parts: Sequence[Any], axis: Any) -> jax.Arra
             f"with axis={axis}: reduce over the axis in which they differ too (axis=0 for the "
             "last, short batch)."
         )
-    total = functools.reduce(jnp.add, sums)
+    total = add(sums)
     if op is ReduceOp.SUM:
         return total
     if axis is None:

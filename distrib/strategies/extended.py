@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from distrib.collectives import CommunicationOptions, CrossDeviceOps
 from distrib.context import (
     current_program,
     require_cross_replica_context,
@@ -35,6 +36,7 @@ class StrategyExtended:
       engine: where replicas run.
       eager_engine: where they run under ``distrib.config.run_functions_eagerly(True)``.
       combiner: how values are combined.
+      cross_device_ops: the algorithm by which they are added; None for one replica or none.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class StrategyExtended:
         engine: Engine,
         eager_engine: Runner | None = None,
         combiner: Combiner,
+        cross_device_ops: CrossDeviceOps | None = None,
     ):
         self._strategy = strategy
         self._devices = tuple(devices)
@@ -55,6 +58,7 @@ class StrategyExtended:
         self.engine = engine
         self.eager_engine: Runner = engine if eager_engine is None else eager_engine
         self.combiner = combiner
+        self.cross_device_ops = cross_device_ops
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -153,18 +157,28 @@ class StrategyExtended:
 
         JAX moves a result to where it is used, so ``destinations`` only says for whom it is meant.
 
+        Args:
+          reduce_op: ``ReduceOp`` or its name.
+          value: a pytree of per-replica values.
+          destinations: for whom the result is meant.
+          options: a :class:`distrib.experimental.CommunicationOptions`, or None.
+
         Raises:
           ContextError: in replica context.
         """
         require_cross_replica_context(
             self._strategy, "reduce_to", "use get_replica_context().merge_call()"
         )
-        return self.reduce_tree(ReduceOp.parse(reduce_op), value, None)
+        return self.reduce_tree(ReduceOp.parse(reduce_op), value, None, options)
 
-    def reduce_tree(self, op: ReduceOp, tree: Any, axis: Any) -> Any:
+    def reduce_tree(
+        self, op: ReduceOp, tree: Any, axis: Any, options: CommunicationOptions | None = None
+    ) -> Any:
         """Reduce each value of a tree over the replicas."""
         return jax.tree.map(
-            lambda leaf: self.combiner.reduce(op, leaf, axis), tree, is_leaf=_has_components
+            lambda leaf: self.combiner.reduce(op, leaf, axis, options),
+            tree,
+            is_leaf=_has_components,
         )
 
     def gather_tree(self, tree: Any, axis: int) -> Any:

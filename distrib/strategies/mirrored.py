@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distrib.collectives import CrossDeviceOps, NcclAllReduce
+from distrib.collectives import NcclAllReduce, SumsOverReplicas, as_cross_device_ops
 from distrib.engines import InProgram, SpmdEngine, ThreadsEngine
 from distrib.platform import Device, ensure_thread_pool, replica_mesh, resolve_devices
 from distrib.strategies.combining import MeshCombiner
@@ -23,11 +23,14 @@ class MirroredStrategy(Strategy):
     Args:
       devices: device strings or ``jax.Device`` objects; by default, and for an empty list, all
         devices of this process.
-      cross_device_ops: the algorithm of the all-reduce; by default what XLA does.
+      cross_device_ops: the algorithm of the all-reduce; by default what XLA does,
+        :class:`distrib.NcclAllReduce`. Others are ``HierarchicalCopyAllReduce``, ``RingAllReduce``
+        and ``ReductionToOneDevice``, or an object with a method ``sum_over_replicas``. With
+        ``compression=`` they send gradients, and all else that is reduced, in fewer bits.
 
     Raises:
       DeviceError: if a device does not exist, is named twice, or they are of different kinds.
-      TypeError: if ``cross_device_ops`` is not one.
+      TypeError: if ``cross_device_ops`` is not one; tf.distribute takes a string, and fails later.
 
     >>> import distrib
     >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
@@ -44,18 +47,13 @@ class MirroredStrategy(Strategy):
     def __init__(
         self,
         devices: Sequence[str | Device] | None = None,
-        cross_device_ops: CrossDeviceOps | None = None,
+        cross_device_ops: SumsOverReplicas | None = None,
     ):
         ensure_thread_pool()
         resolved = resolve_devices(devices)
-        ops = NcclAllReduce() if cross_device_ops is None else cross_device_ops
-        if not isinstance(ops, CrossDeviceOps):
-            raise TypeError(
-                f"cross_device_ops is {cross_device_ops!r}, which has no sum_over_replicas: pass "
-                "distrib.NcclAllReduce() or distrib.ReductionToOneDevice()."
-            )
+        ops = as_cross_device_ops(NcclAllReduce() if cross_device_ops is None else cross_device_ops)
         mesh = replica_mesh(resolved)
-        threads = ThreadsEngine(self, resolved)
+        threads = ThreadsEngine(self, resolved, ops)
         engine = SpmdEngine(self, mesh, ops, InProgram(), device_of_any_replica(resolved), threads)
         super().__init__(
             StrategyExtended(
@@ -65,6 +63,7 @@ class MirroredStrategy(Strategy):
                 home=OnEveryDevice(mesh),
                 engine=engine,
                 eager_engine=threads,
-                combiner=MeshCombiner(mesh, resolved[0]),
+                combiner=MeshCombiner(mesh, resolved[0], ops),
+                cross_device_ops=ops,
             )
         )

@@ -32,9 +32,10 @@ class OneDeviceStrategy(Strategy):
     def __init__(self, device: str | Device):
         resolved = resolve_device(device)
         mesh = replica_mesh([resolved])
-        threads = ThreadsEngine(self, [resolved])
+        ops = NcclAllReduce()
+        threads = ThreadsEngine(self, [resolved], ops)
         device = device_of_any_replica([resolved])
-        engine = SpmdEngine(self, mesh, NcclAllReduce(), InProgram(), device, threads)
+        engine = SpmdEngine(self, mesh, ops, InProgram(), device, threads)
         super().__init__(
             StrategyExtended(
                 self,

@@ -18,6 +18,7 @@ from distrib.context import current_program, in_cross_replica_context
 from distrib.platform import ends_with_users_line, leaves_with_paths
 from distrib.random import replica_key
 from distrib.reduce_op import ReduceOp
+from distrib.train.error_feedback import RESIDUALS, combine, residuals_for
 from distrib.variables import HoldsVariables, Variable, VariableAggregation, VariableTree
 
 
@@ -108,13 +109,16 @@ class TrainState(HoldsVariables):
             default = fields.pop(name, None)
             given[name] = default if value is None else value
         for name in fields:
-            if hasattr(cls, name) or name in ("params", "opt_state", "step"):
+            if hasattr(cls, name) or name in ("params", "opt_state", "step", RESIDUALS):
                 raise ValueError(
                     f"TrainState has a field {name!r} already: give the extra one another name."
                 )
         mean = VariableAggregation.MEAN
         trees = {"params": VariableTree(params, "params", mean, trainable=True)}
         trees["opt_state"] = VariableTree(tx.init(trees["params"].value()), "opt_state")
+        residuals = residuals_for(trees["params"])
+        if residuals is not None:
+            trees[RESIDUALS] = residuals
         constants = {}
         for name, tree in {**given, **fields}.items():
             if _is_tree_of_arrays(tree):
@@ -241,7 +245,8 @@ class TrainState(HoldsVariables):
         else:
             if aggregation is not None and not in_cross_replica_context():
                 names = [path for path, _ in leaves_with_paths({"gradients": grads})]
-                operand = program.combine(operand, aggregation, names)
+                residuals = self._trees.get(RESIDUALS)
+                operand = combine(program, params, residuals, operand, aggregation, names)
             program.update(variables, apply, operand)
         return self.replace(**changes)
 
@@ -339,6 +344,9 @@ def _to_state_dict(state: TrainState) -> dict[str, Any]:
 
 def _from_state_dict(state: TrainState, fields: dict[str, Any]) -> TrainState:
     for name, tree in state._trees.items():  # noqa: SLF001 - same module
+        if name == RESIDUALS and name not in fields:  # Saved by a run that did not compress.
+            tree.assign(jax.tree.map(jnp.zeros_like, tree.value()))
+            continue
         restored = flax.serialization.from_state_dict(tree.build_data(), fields[name], name)
         for variable, leaf in zip(tree.variables, jax.tree.leaves(restored), strict=True):
             variable.assign(leaf)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from distrib.context import current_program
 from distrib.errors import VariableError
 from distrib.platform import leaves_with_paths
-from distrib.variables.synchronization import VariableAggregation
+from distrib.variables.synchronization import VariableAggregation, VariableSynchronization
 from distrib.variables.variable import Variable, check_not_jitted
 
 
@@ -24,6 +24,7 @@ class VariableTree:
       aggregation: how values that replicas assign are combined, of floating leaves; integers take
         the first replica's.
       trainable: whether the variables are trainable.
+      synchronization: whether replicas change the variables together or each on its own.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class VariableTree:
         name: str,
         aggregation: VariableAggregation = VariableAggregation.MEAN,
         trainable: bool = False,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
     ):
         self._name = name
         self.treedef = jax.tree.structure(tree)
@@ -47,6 +49,7 @@ class VariableTree:
                     value,
                     trainable=trainable,
                     name=path,
+                    synchronization=synchronization,
                     aggregation=aggregation if floating else VariableAggregation.ONLY_FIRST_REPLICA,
                 )
             )
@@ -62,7 +65,8 @@ class VariableTree:
         """Return the tree of current values.
 
         In a replica these are its values. Outside they are arrays with all of their copies, as they
-        lie on the devices; they are snapshots, which training does not change.
+        lie on the devices, and the aggregate of ``ON_READ`` variables; they are snapshots, which
+        training does not change.
 
         Raises:
           NestedTraceError: outside of a step, in a function that is traced for ``jax.jit``.
@@ -70,7 +74,7 @@ class VariableTree:
         program = current_program()
         if program is None:
             check_not_jitted(self._name)
-            return self.build([v.storage.whole() for v in self.variables])
+            return self.build([_snapshot(v) for v in self.variables])
         return self.build([program.read(v) for v in self.variables])
 
     def build(self, leaves: Any) -> Any:
@@ -83,7 +87,7 @@ class VariableTree:
 
     def build_data(self) -> Any:
         """Return the tree of current values with keys as their key data, which can be saved."""
-        return jax.tree.unflatten(self.treedef, [v.storage.whole() for v in self.variables])
+        return jax.tree.unflatten(self.treedef, [_snapshot(v) for v in self.variables])
 
     def flatten(self, tree: Any) -> list[Any]:
         """Return the leaves of a tree of the same structure, keys as their key data.
@@ -136,6 +140,11 @@ class VariableTree:
             program.update(chosen, lambda olds, new: new, combined)
         for i in set(range(len(leaves))) - set(means):
             self.variables[i].assign(leaves[i])
+
+
+def _snapshot(variable: Variable) -> jax.Array:
+    storage = variable.storage
+    return storage.read() if storage.per_replica else storage.whole()
 
 
 def _key_impl(leaf: Any) -> Any:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrib.collectives import CommunicationOptions, map_packed, plan_packs
+from distrib.collectives import CommunicationOptions, Packing, map_packed, plan_packs
 
 _SIZES = st.lists(st.integers(0, 100), max_size=30)
 
@@ -37,7 +37,7 @@ def test_large_tensors_travel_alone():
 
 def test_nothing_to_pack():
     assert plan_packs([], [], limit=4) == []
-    assert map_packed(lambda x: x, [], limit=4) == []
+    assert map_packed(lambda x: x, [], Packing(limit=4)) == []
 
 
 _DTYPES = ["float32", "int32", "float16", "complex64"]
@@ -49,14 +49,15 @@ _SHAPES = st.sampled_from([(), (3,), (0,), (2, 3)])
     st.lists(st.tuples(_SHAPES, st.sampled_from(_DTYPES)), max_size=6),
     st.integers(0, 100),
     st.none() | st.integers(0, 60),
+    st.integers(1, 4),
 )
-def test_packing_keeps_values_order_and_dtypes(forms, limit, tensor_limit):
+def test_packing_keeps_values_order_and_dtypes(forms, limit, tensor_limit, pieces):
     leaves = [
         # No two elements are alike, so that none can be taken for another.
         jnp.arange(int(np.prod(shape))).reshape(shape).astype(dtype) + 31 * i
         for i, (shape, dtype) in enumerate(forms)
     ]
-    results = map_packed(lambda x: x + x, leaves, limit, tensor_limit)
+    results = map_packed(lambda x: x + x, leaves, Packing(limit, tensor_limit, pieces))
     assert len(results) == len(leaves)
     for leaf, result in zip(leaves, results, strict=True):
         assert (result.shape, result.dtype) == (leaf.shape, leaf.dtype)
@@ -71,7 +72,7 @@ def test_few_calls_for_many_leaves():
         return x
 
     leaves = [jnp.ones((2, 3)), jnp.ones(4), jnp.ones((), jnp.int32), jnp.ones((50, 50))]
-    map_packed(fn, leaves, limit=100)
+    map_packed(fn, leaves, Packing(limit=100))
     assert sorted(seen) == [(), (10,), (50, 50)]
 
 

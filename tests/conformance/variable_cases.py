@@ -261,8 +261,8 @@ def var_initial_value_callable() -> Any:
         "VariableSynchronization": {"AUTO": 0, "NONE": 1, "ON_WRITE": 2, "ON_READ": 3},
         "ReduceOp": {"SUM": "SUM", "MEAN": "MEAN"},
         "InputReplicationMode": {"PER_WORKER": "PER_WORKER", "PER_REPLICA": "PER_REPLICA"},
+        "CommunicationImplementation": {"AUTO": "AUTO", "RING": "RING", "NCCL": "NCCL"},
     },
-    omits={"CommunicationImplementation": "later"},
 )
 def var_enums() -> Any:
     kinds = {
@@ -270,6 +270,7 @@ def var_enums() -> Any:
         "VariableSynchronization": distrib.VariableSynchronization,
         "ReduceOp": distrib.ReduceOp,
         "InputReplicationMode": distrib.InputReplicationMode,
+        "CommunicationImplementation": distrib.experimental.CommunicationImplementation,
     }
     return {name: {m.name: m.value for m in kind} for name, kind in kinds.items()}
 

@@ -17,7 +17,6 @@ from distrib.engines.spmd import (
     even_finish,
     stack_components,
     stack_padded,
-    stack_parts,
 )
 from distrib.platform import replica_mesh, replicated, split
 from distrib.values import Layout
@@ -213,14 +212,6 @@ def test_how_leaves_lie_on_the_mesh():
     )
     assert everywhere == jax.sharding.PartitionSpec()
     assert rest == [jax.sharding.PartitionSpec("replica")] * 2
-
-
-def test_stack_parts_puts_each_on_its_device():
-    mesh = replica_mesh([CPUS[5], CPUS[2]])
-    whole = stack_parts([np.zeros(3), np.ones(3)], jnp.float32, mesh)
-    assert (whole.shape, whole.dtype, whole.sharding) == ((2, 3), jnp.float32, split(mesh))
-    rows = {next(iter(s.data.devices())).id: s.data.tolist() for s in whole.addressable_shards}
-    assert rows == {5: [[0, 0, 0]], 2: [[1, 1, 1]]}
 
 
 def test_stack_components_does_it_once():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from distrib.collectives import one_sum
 from distrib.engines.varying import varying_outputs
 
 AXIS = "replica"
@@ -53,6 +54,16 @@ def test_what_comes_out_of_a_collective_is_the_same(meet):
 )
 def test_what_comes_out_of_other_collectives_may_vary(fn):
     assert varies(fn, [True], jnp.ones(2)) == [True]
+
+
+def test_a_sum_of_several_collectives_is_one_collective():
+    def swapped(x):
+        return one_sum(lambda y: y + lax.ppermute(y, AXIS, [(0, 1), (1, 0)]), x)
+
+    assert varies(swapped, [True]) == [False]
+    assert varies(lambda x: swapped(x) + x, [True]) == [True]
+    assert varies(jax.checkpoint(swapped), [True]) == [False]
+    assert varies(jax.grad(lambda x: swapped(x) * 3), [True]) == [False]
 
 
 def test_the_replica_id_varies():

@@ -33,3 +33,11 @@ def test_shardings_are_cached():
     first, again = (mesh.replica_mesh(jax.devices()[:2]) for _ in range(2))
     assert mesh.replicated(first) is mesh.replicated(again)
     assert mesh.split(first) is mesh.split(again)
+
+
+def test_stack_parts_puts_each_on_its_device():
+    made = mesh.replica_mesh([jax.devices()[5], jax.devices()[2]])
+    whole = mesh.stack_parts([np.zeros(3), np.ones(3)], jnp.float32, made)
+    assert (whole.shape, whole.dtype, whole.sharding) == ((2, 3), jnp.float32, mesh.split(made))
+    rows = {next(iter(s.data.devices())).id: s.data.tolist() for s in whole.addressable_shards}
+    assert rows == {5: [[0, 0, 0]], 2: [[1, 1, 1]]}

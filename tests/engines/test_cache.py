@@ -263,6 +263,12 @@ def test_what_changed_of_structures():
     assert text == f"The structure of its arguments changed from {one} to {two}."
 
 
+def test_what_changed_of_checks():
+    leaf = ((Kind.EVERYWHERE, float),)
+    text = what_changed([((), leaf, None, False), ((), leaf, None, True)])
+    assert text.startswith("Checks of its numbers were turned on or off")
+
+
 # Functions that cannot be remembered.
 
 

@@ -21,6 +21,7 @@ BUILT_IN = {
     errors.OutOfRangeError: IndexError,
     errors.PerReplicaError: ValueError,
     errors.VariableError: ValueError,
+    errors.NonFiniteError: FloatingPointError,
     errors.AggregationError: ValueError,
     errors.NonFiniteError: FloatingPointError,
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,14 +89,15 @@ class StepUse:
     Attributes:
       reads: the variables on whose old values something depends.
       writes: the variables that it changes.
-      returns: what one replica returns, that of the most examples where they differ.
+      returns: describes what one replica returns, that of the most examples where they differ.
+        Called for an explanation only: it builds the user's tree of forms instead of arrays.
       copies: what is copied between devices before and after the program.
       num_programs: how many programs a call runs.
     """
 
     reads: tuple[VariableUse, ...]
     writes: tuple[VariableUse, ...]
-    returns: tuple[Returned, ...]
+    returns: Callable[[], tuple[Returned, ...]]
     copies: tuple[Sent, ...]
     num_programs: int
 
@@ -237,7 +240,10 @@ def use_of(lifted: Lifted, mesh: Mesh) -> StepUse:
     return StepUse(
         reads=tuple(map(_use, lifted.reads)),
         writes=tuple(map(_use, written)),
-        returns=_returned(lifted),
+        # Not the lifted step itself, which would keep its variables alive.
+        returns=functools.partial(
+            _returned, lifted.output, tuple(lifted.jaxpr.out_avals[: lifted.num_outputs])
+        ),
         copies=tuple(copies),
         num_programs=2 if updated else 1,
     )
@@ -268,9 +274,9 @@ def _use(variable: Variable) -> VariableUse:
     )
 
 
-def _returned(lifted: Lifted) -> tuple[Returned, ...]:
-    forms = lifted.output(lifted.jaxpr.out_avals[: lifted.num_outputs])
-    found = leaves_with_paths({"output": forms}, is_leaf=lambda leaf: isinstance(leaf, Variable))
+def _returned(output: Callable[[Sequence[Any]], Any], avals: Sequence[Any]) -> tuple[Returned, ...]:
+    result = output([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals])
+    found = leaves_with_paths({"output": result}, is_leaf=lambda leaf: isinstance(leaf, Variable))
     return tuple(
         Returned(path, None, f"variable {leaf.name}")
         if isinstance(leaf, Variable)
@@ -327,7 +333,7 @@ def explained(
         reads=use.reads,
         writes=use.writes,
         takes=takes,
-        returns=use.returns,
+        returns=use.returns(),
         # A collective of one replica stays in the program, and sends nothing.
         sends=(*(collectives(text) if mesh.devices.size > 1 else ()), *use.copies),
         num_programs=use.num_programs,
@@ -348,4 +354,6 @@ def explained(
 def _name(fn: Callable[..., Any]) -> str:
     name = getattr(fn, "__qualname__", None) or type(fn).__name__
     code = getattr(fn, "__code__", None)
-    return f"{name} (line {code.co_firstlineno})" if code else name
+    if code is None:
+        return name
+    return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"

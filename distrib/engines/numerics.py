@@ -67,8 +67,7 @@ class Numerics:
     def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Look at the arguments of the step."""
         for path, leaf in leaves_with_paths({"args": args, "kwargs": kwargs}, is_leaf=_end):
-            if not is_argument(leaf):
-                self._add(f"argument {path}", leaf, Role.GIVEN)
+            self._add(f"argument {path}", leaf, Role.GIVEN)
 
     def held(self, names: Iterable[str], values: Iterable[Any]) -> None:
         """Look at values that variables had before the step."""
@@ -132,6 +131,8 @@ class Numerics:
     def _add(
         self, what: str, value: Any, role: Role, *, old: Any = None, counts_here: bool = True
     ) -> None:
+        if is_leaf(value):  # A variable or NNX object: its values are looked at by themselves.
+            return
         if isinstance(value, DistributedValues):
             value = self._local(value)
         dtype = getattr(value, "dtype", None)

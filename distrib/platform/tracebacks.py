@@ -41,14 +41,13 @@ def _places() -> tuple[str, ...]:
 _HIDDEN = _places()
 
 
-@functools.lru_cache(maxsize=4096)
 def is_hidden(filename: str) -> bool:
     """Tell whether frames of a file are hidden: distrib's own, JAX's, Flax's, Optax's.
 
     >>> is_hidden(__file__), is_hidden(jax.__file__), is_hidden("train.py")
     (True, True, False)
     """
-    return filename.startswith(_HIDDEN) or os.path.abspath(filename).startswith(_HIDDEN)
+    return filename.startswith(_HIDDEN)
 
 
 def filtered(traceback: types.TracebackType | None) -> types.TracebackType | None:

@@ -1,6 +1,8 @@
 """What a step reads, writes, takes, returns, sends and compiles to, in numbers."""
 
 import dataclasses
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -207,6 +209,51 @@ def test_other_arguments_and_outputs():
     np.testing.assert_array_equal(model.bias[...], [0.0])
 
 
+@jax.tree_util.register_pytree_node_class
+class OfArrays:
+    """A node that is built of arrays only."""
+
+    def __init__(self, array):
+        self.array = array + 0
+
+    def tree_flatten(self):
+        return (self.array,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_a_node_that_takes_arrays_only_can_be_run():
+    result = mirrored(2).run(lambda x: OfArrays(x).array, args=(1.0,))
+    assert float(result.values[0]) == 1.0
+    result = distrib.OneDeviceStrategy("CPU:0").run(lambda x: OfArrays(x), args=(1.0,))
+    assert float(result.array) == 1.0
+
+
+def test_a_step_keeps_no_variable_alive():
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = distrib.Variable(1.0, aggregation=SUM)
+    holder = [v]
+
+    def step():
+        return holder[0].assign_add(jnp.ones(()))
+
+    strategy.extended.explain(step)
+    dead = weakref.ref(v)
+    del v
+    holder.clear()
+    gc.collect()
+    assert dead() is None
+
+
+def test_keys_of_random_numbers():
+    found = mirrored(2).extended.explain(lambda key: key, (jax.random.key(0),))
+    assert found.takes[0].forms == (Form("key<fry>", (), 8),)
+    assert found.returns == (Returned("output", Form("key<fry>", (), 8)),)
+
+
 def test_the_explanation_is_plain_data():
     found = mirrored(2).extended.explain(lambda x: x, (1.0,))
     assert isinstance(found, Explanation)
@@ -231,7 +278,8 @@ def test_it_prints_as_tables():
     text = str(found)
     line = step.__code__.co_firstlineno
     assert text.splitlines()[:7] == [
-        f"test_it_prints_as_tables.<locals>.step (line {line}), 2 replicas on CPU:0, CPU:1",
+        f"test_it_prints_as_tables.<locals>.step (test_explanation.py:{line}), 2 replicas on "
+        "CPU:0, CPU:1",
         "",
         "reads nothing",
         "",

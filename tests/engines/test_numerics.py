@@ -238,6 +238,24 @@ def test_a_variable_that_was_not_finite_before_is_named_as_the_cause(make_strate
     np.testing.assert_array_equal(w.numpy(), [1.0, 1.0])
 
 
+def test_a_variable_that_is_passed_and_returned_is_looked_at_where_it_changes():
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = distrib.Variable(jnp.nan, name="v", aggregation=MEAN)
+        w = distrib.Variable(1.0, name="w", aggregation=MEAN)
+
+    def step(v, x):
+        w.assign(x)
+        return v, w
+
+    assert strategy.run(step, args=(v, 2.0)) == (v, w)
+    assert list(map(without_place, lines_of(strategy, step, v, jnp.inf)[1:])) == [
+        "argument args[1] on replicas 0, 1: 1 infinite of 1",
+        "what is assigned to variable w on replicas 0, 1: 1 infinite of 1",
+        "the new value of variable w on replicas 0, 1: 1 infinite of 1",
+    ]
+
+
 def test_a_variable_of_each_replica_names_the_replica():
     strategy = mirrored(3)
     with strategy.scope():

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 import distrib
 from distrib import config, errors
@@ -59,6 +60,24 @@ def test_an_error_in_a_jitted_function_within_the_step(engine):
 
     error = failed(mirrored(2), step, TypeError, jnp.ones(4))
     assert code_lines(error)[-2:] == ["return inner(x)", "return y.reshape(3)  # inside"]
+
+
+class Model(nnx.Module):
+    """A layer of four inputs."""
+
+    def __init__(self):
+        self.layer = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.layer(x)  # in the model
+
+
+def test_an_error_beneath_a_model(engine):
+    def step(model, x):
+        return nnx.grad(lambda m: m(x).sum())(model)
+
+    error = failed(mirrored(2), step, TypeError, Model(), jnp.ones((2, 3)))
+    assert code_lines(error)[-1] == "return self.layer(x)  # in the model"
 
 
 def test_an_error_of_the_users_own(engine):

@@ -131,7 +131,7 @@ class Numerics:
     def _add(
         self, what: str, value: Any, role: Role, *, old: Any = None, counts_here: bool = True
     ) -> None:
-        if is_leaf(value):  # A variable or NNX object: its values are looked at by themselves.
+        if is_argument(value):  # A variable or NNX object: its values are looked at by themselves.
             return
         if isinstance(value, DistributedValues):
             value = self._local(value)

@@ -27,7 +27,7 @@ from distrib.strategies import (
     experimental_set_strategy,
 )
 from distrib.train import TrainState
-from distrib.values import DistributedValues, Mirrored, PerReplica
+from distrib.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
 from distrib.variables import Variable, VariableAggregation, VariableSynchronization, is_variable
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "IndexedSlices",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",

@@ -22,6 +22,8 @@ BUILT_IN = {
     errors.PerReplicaError: ValueError,
     errors.VariableError: ValueError,
     errors.AggregationError: ValueError,
+    errors.SlicesError: ValueError,
+    errors.UnsupportedError: NotImplementedError,
 }
 
 

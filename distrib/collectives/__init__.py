@@ -14,6 +14,12 @@ from distrib.collectives.in_program import (
 )
 from distrib.collectives.options import CommunicationOptions
 from distrib.collectives.packing import map_packed, plan_packs
+from distrib.collectives.rows import (
+    all_reduce_rows,
+    all_rows,
+    concatenated_rows,
+    scaled_rows,
+)
 
 __all__ = [
     "CommunicationOptions",
@@ -22,9 +28,13 @@ __all__ = [
     "ReductionToOneDevice",
     "all_gather",
     "all_reduce",
+    "all_reduce_rows",
+    "all_rows",
     "check_arrays",
     "check_numbers",
+    "concatenated_rows",
     "from_first_replica",
     "map_packed",
     "plan_packs",
+    "scaled_rows",
 ]

@@ -14,7 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distrib.collectives import CrossDeviceOps, all_gather, all_reduce, from_first_replica
+from distrib.collectives import (
+    CrossDeviceOps,
+    all_gather,
+    all_reduce,
+    all_reduce_rows,
+    all_rows,
+    from_first_replica,
+)
 from distrib.context import Frame, current_frame, entered
 from distrib.engines.refusals import (
     changed_in_transformation,
@@ -27,8 +34,21 @@ from distrib.engines.weights import ExampleWeights
 from distrib.errors import AggregationError, ContextError
 from distrib.platform.jax_compat import trace_token
 from distrib.reduce_op import ReduceOp
-from distrib.values import DistributedValues, Mirrored, PerReplica
-from distrib.variables import Variable, VariableAggregation, VariableSynchronization
+from distrib.values import (
+    DistributedValues,
+    IndexedSlices,
+    Mirrored,
+    PerReplica,
+    is_slices,
+    map_apart,
+)
+from distrib.variables import (
+    ADDING_SCATTERS,
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    combined,
+)
 
 Apply = Callable[[list[jax.Array], Any], Sequence[jax.Array]]
 
@@ -146,15 +166,16 @@ class Program:
         """Record an assignment and return the new value as this replica sees it."""
         self._check_writable(variable)
         cross = current_frame().replica is None
-        if isinstance(value, DistributedValues):
-            value = local_value(value)
+        value = local_tree(value)
         if variable.storage.per_replica:
             if cross:
                 value = share_of_total(variable, kind, value, self._size)
             new = combined(kind, self._own(variable), variable.fitted(value))
             self._set(variable, new)
             return self.read(variable)
-        if not cross:
+        if not cross and is_slices(value):
+            value = self._rows_of_all(variable, kind, variable.fitted(value))
+        elif not cross:
             value = self._aggregate(variable, value)
         operand = variable.fitted(value)
         self.update([variable], lambda olds, x: [combined(kind, olds[0], x)], operand)
@@ -207,15 +228,47 @@ class Program:
             return value
         return self.all_reduce(ReduceOp.parse(aggregation.name), value, None)
 
+    def _rows_of_all(self, variable: Variable, kind: str, rows: IndexedSlices) -> IndexedSlices:
+        """Return the rows that a scatter applies, of those that the replicas bring."""
+        aggregation = variable.aggregation
+        if not self._deferred:
+            if self._size == 1 or aggregation is VariableAggregation.NONE:
+                return rows
+            if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+                return jax.tree.map(from_first_replica, rows)
+        op = ReduceOp.SUM if self._deferred else ReduceOp.parse(aggregation.name)
+        return self._all_reduce_rows(op, rows, merge=kind in ADDING_SCATTERS)
+
     # The meeting of the replicas.
 
     def all_reduce(self, op: ReduceOp, value: Any, options: Any) -> Any:
         """Reduce a tree over the replicas."""
+        return map_apart(
+            value,
+            lambda arrays: self._all_reduce_arrays(op, arrays, options),
+            lambda slices: self._all_reduce_rows(op, slices),
+        )
+
+    def _all_reduce_arrays(self, op: ReduceOp, value: Any, options: Any = None) -> Any:
         # With uneven replicas a division by their number marks jax.lax.pmean, which then weights
         # them; all_reduce is tf.distribute's and does not, so it multiplies.
         scale = None if self._weights is None else 1.0 / self._size
         return all_reduce(
             op, value, num_replicas=self._size, ops=self._ops, options=options, scale=scale
+        )
+
+    def _all_reduce_rows(
+        self, op: ReduceOp, slices: IndexedSlices, merge: bool = True
+    ) -> IndexedSlices:
+        if self._weights is not None and merge:
+            # Replicas of unequal shapes bring unequally many rows, which cannot be gathered.
+            return all_rows(self._all_reduce_arrays(op, slices.to_dense()))
+        return all_reduce_rows(
+            op,
+            slices,
+            num_replicas=self._size,
+            gather=lambda tree: all_gather(tree, 0),
+            merge=merge,
         )
 
     def all_gather(self, value: Any, axis: int, options: Any) -> Any:
@@ -235,11 +288,7 @@ class Program:
             args, kwargs = jax.tree.map(_as_per_replica, (args, kwargs), is_leaf=_is_distributed)
         with entered(Frame(self._strategy, None, self)):
             result = merge_fn(self._strategy, *args, **kwargs)
-        return jax.tree.map(
-            lambda leaf: local_value(leaf) if isinstance(leaf, DistributedValues) else leaf,
-            result,
-            is_leaf=_is_distributed,
-        )
+        return local_tree(result)
 
     def global_examples(self, local: int) -> int:
         """Return the examples of all replicas, of which this one has ``local``."""
@@ -258,10 +307,14 @@ class Program:
     def _weighted(self, op: ReduceOp, value: Any) -> Any:
         if self._size == 1:
             return value
-        if self._weights is None:
-            return all_reduce(op, value, num_replicas=self._size, ops=self._ops)
-        value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
-        return all_reduce(ReduceOp.SUM, value, num_replicas=self._size, ops=self._ops)
+        if self._weights is not None:
+            value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
+            op = ReduceOp.SUM
+        return map_apart(
+            value,
+            lambda arrays: all_reduce(op, arrays, num_replicas=self._size, ops=self._ops),
+            lambda slices: self._all_reduce_rows(op, slices),
+        )
 
     @property
     def gradients_are(self) -> ReduceOp | None:
@@ -273,13 +326,6 @@ class Program:
         if self._combined_by is not None:
             return self._combined_by
         return ReduceOp.SUM if self._counts_examples else None
-
-
-def combined(kind: str, old: jax.Array, value: jax.Array) -> jax.Array:
-    """Return the value after an assignment of that kind."""
-    if kind == "assign":
-        return value
-    return old + value if kind == "add" else old - value
 
 
 def share_of_total(variable: Variable, kind: str, value: Any, num_replicas: int) -> Any:
@@ -308,6 +354,15 @@ def local_value(value: DistributedValues) -> Any:
     raise ContextError(
         f"A {type(value).__name__} was used inside a step without being passed to it. A step sees "
         "its arguments: pass the value in args= or kwargs= of strategy.run."
+    )
+
+
+def local_tree(tree: Any) -> Any:
+    """Return a tree with what this replica holds of each distributed value in it."""
+    return jax.tree.map(
+        lambda leaf: local_value(leaf) if isinstance(leaf, DistributedValues) else leaf,
+        tree,
+        is_leaf=_is_distributed,
     )
 
 

@@ -1,8 +1,4 @@
-"""The program of one replica that runs eagerly, in a thread: variables, and meetings.
-
-The values of variables during a step are kept aside and put back when all replicas have returned,
-so that a step that fails changes nothing.
-"""
+"""The program of one replica that runs eagerly, in a thread: variables, and meetings."""
 
 from __future__ import annotations
 
@@ -10,13 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
-from distrib.collectives import check_arrays, check_numbers
+from distrib.collectives import (
+    all_reduce_rows,
+    check_arrays,
+    check_numbers,
+    concatenated_rows,
+    scaled_rows,
+)
 from distrib.context import current_frame
-from distrib.engines.program import Apply, Update, applied, combined, share_of_total
+from distrib.engines.program import Apply, Update, applied, share_of_total
 from distrib.engines.refusals import (
     changed_in_transformation,
     merged_in_transformation,
@@ -24,113 +24,26 @@ from distrib.engines.refusals import (
     of_another_strategy,
     without_aggregation,
 )
+from distrib.engines.step_values import StepValues, form, reduced
 from distrib.engines.turns import Request, Turn
 from distrib.engines.weights import ExampleWeights
 from distrib.errors import AggregationError, ContextError, NestedTraceError
-from distrib.platform import Device, trace_token, uncommitted, under_jit
+from distrib.platform import trace_token, under_jit
 from distrib.reduce_op import ReduceOp
-from distrib.values import DistributedValues
-from distrib.variables import HoldsVariables, Variable, VariableAggregation, VariableSynchronization
-
-
-class StepValues:
-    """The values of variables during one eager step, a component for each replica."""
-
-    def __init__(self, strategy: Any, devices: Sequence[Device]):
-        self.strategy = strategy
-        self.devices = devices
-        self._components: dict[int, tuple[Variable, list[jax.Array]]] = {}
-        self._changed: dict[int, Variable] = {}
-
-    def get(self, variable: Variable, replica: int) -> jax.Array:
-        """Return the component of a replica."""
-        return self._of(variable)[replica]
-
-    def _of(self, variable: Variable) -> list[jax.Array]:
-        if id(variable) not in self._components:
-            copies = variable.storage.components()
-            if len(copies) != len(self.devices):
-                # One copy, on the parameter device or of another strategy: each replica reads it.
-                copies = [copies[0]] * len(self.devices)
-            found = [self.here(copy, i) for i, copy in enumerate(copies)]
-            self._components[id(variable)] = (variable, found)
-        return self._components[id(variable)][1]
-
-    def here(self, value: Any, replica: int) -> jax.Array:
-        """Return an array on the device of a replica, which takes what is computed with it there.
-
-        It is committed to the device. `jax.default_device` would bring what a replica makes from
-        nothing there as well, but JAX then traces a jitted function anew for every device.
-        """
-        return jax.device_put(value, self.devices[replica])
-
-    def free(self, value: Any, replica: int) -> jax.Array:
-        """Return an array on the device of a replica that may be combined with those of others."""
-        return uncommitted(self.here(value, replica))
-
-    def outside(self, tree: Any, replica: int) -> Any:
-        """Return what a replica hands out, its arrays on its own device and free."""
-        return jax.tree.map(
-            lambda leaf: self.free(leaf, replica) if _is_array(leaf) else leaf, tree, is_leaf=_kept
-        )
-
-    def set(self, variable: Variable, replica: int, value: jax.Array) -> None:
-        """Change the component of one replica."""
-        self._of(variable)[replica] = self.here(value, replica)
-        self._changed[id(variable)] = variable
-
-    def set_all(self, variable: Variable, value: jax.Array) -> None:
-        """Give every replica the same value."""
-        for replica in range(len(self.devices)):
-            self.set(variable, replica, value)
-
-    def aggregated(self, variable: Variable) -> jax.Array:
-        """Return what a read in cross-replica context gives."""
-        parts = [self.free(part, i) for i, part in enumerate(self._of(variable))]
-        if not variable.storage.per_replica or len(parts) == 1:
-            return parts[0]
-        if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return parts[0]
-        if variable.aggregation is VariableAggregation.NONE:
-            return variable.storage.read()  # Raises the error that says what to do.
-        return reduced(ReduceOp.parse(variable.aggregation.name), parts, self.devices[0])
-
-    def put_back(self) -> None:
-        """Store what has changed in the variables."""
-        for key, variable in self._changed.items():
-            variable.storage.put_components(self._components[key][1])
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
-
-
-def _kept(leaf: Any) -> bool:
-    return isinstance(leaf, DistributedValues | Variable | HoldsVariables)
-
-
-def reduced(op: ReduceOp, parts: Sequence[Any], device: Device) -> Any:
-    """Add the parts in the order of the replicas, on one device.
-
-    Raises:
-      AggregationError: if their shapes or dtypes differ.
-    """
-    arrays = [uncommitted(jax.device_put(jnp.asarray(part), device)) for part in parts]
-    forms = [form(array) for array in arrays]
-    if len(set(forms)) > 1:
-        raise AggregationError(
-            f"The replicas bring {', '.join(forms)} to one all-reduce: shapes and dtypes must be "
-            "equal. Reduce over the batch first."
-        )
-    total = arrays[0]
-    for array in arrays[1:]:
-        total = total + array
-    return total if op is ReduceOp.SUM else total / len(arrays)
-
-
-def form(array: Any) -> str:
-    """Return dtype and shape of an array, for messages: ``float32[2,3]``."""
-    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
+from distrib.values import (
+    IndexedSlices,
+    is_slices,
+    map_apart,
+    select_replica,
+)
+from distrib.variables import (
+    ADDING_SCATTERS,
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    change_name,
+    combined,
+)
 
 
 def _forms(arrays: Sequence[Any]) -> str:
@@ -195,22 +108,20 @@ class ReplicaThread:
         self._check_writable(variable)
         if current_frame().replica is None:
             return self._assign_everywhere(variable, kind, value)
-        if isinstance(value, DistributedValues):
-            value = value.values[self._replica]
-        one_copy = len(variable.storage.components()) < self._size
+        value = select_replica(value, self._replica)
+        one_copy = variable.storage.num_copies < self._size
         alone = variable.storage.per_replica or self._size == 1
         if alone or (not one_copy and variable.aggregation is VariableAggregation.NONE):
             old = self._values.get(variable, self._replica)
             self._values.set(variable, self._replica, combined(kind, old, variable.fitted(value)))
         else:
-            name = "assign" if kind == "assign" else f"assign_{kind}"
-            shown = f"{name} of variable {variable.name!r}"
+            shown = f"{change_name(kind)} of variable {variable.name!r}"
             self._ask(("assign", kind, id(variable)), shown, (variable, kind, value))
         return self._values.get(variable, self._replica)
 
     def _assign_everywhere(self, variable: Variable, kind: str, value: Any) -> Any:
-        parts = value.values if isinstance(value, DistributedValues) else [value] * self._size
-        for replica, part in enumerate(parts):
+        for replica in range(self._size):
+            part = select_replica(value, replica)
             if variable.storage.per_replica:
                 part = share_of_total(variable, kind, part, self._size)
             old = self._values.get(variable, replica)
@@ -238,6 +149,24 @@ class ReplicaThread:
 
     def all_reduce(self, op: ReduceOp, value: Any, options: Any) -> Any:
         """Reduce a tree over the replicas; the gradient is the same reduction."""
+        return map_apart(
+            value,
+            lambda arrays: self._all_reduce_arrays(op, arrays),
+            lambda slices: self._all_reduce_rows(op, slices),
+        )
+
+    def _all_reduce_rows(
+        self, op: ReduceOp, slices: IndexedSlices, merge: bool = True
+    ) -> IndexedSlices:
+        return all_reduce_rows(
+            op,
+            slices,
+            num_replicas=self._size,
+            gather=lambda tree: self.all_gather(tree, 0, None),
+            merge=merge,
+        )
+
+    def _all_reduce_arrays(self, op: ReduceOp, value: Any) -> Any:
         treedef = jax.tree.structure(value)
         shown = f"all_reduce({op.name})"
         arrays = check_numbers(value, shown) if treedef.num_leaves else []
@@ -313,6 +242,13 @@ class ReplicaThread:
         if self._weights is not None:
             value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
             op = ReduceOp.SUM
+        return map_apart(
+            value,
+            lambda arrays: self._combine_arrays(op, arrays, aggregation),
+            lambda slices: self._all_reduce_rows(op, slices),
+        )
+
+    def _combine_arrays(self, op: ReduceOp, value: Any, aggregation: str) -> Any:
         leaves, treedef = jax.tree.flatten(value)
         shown = f"the combination ({aggregation}) of gradients or statistics"
         return jax.tree.unflatten(
@@ -359,6 +295,10 @@ def assign_aggregated(values: StepValues, requests: Sequence[Request]) -> None:
     variable, kind, first = requests[0].payload
     parts = [request.payload[2] for request in requests]
     aggregation = variable.aggregation
+    if is_slices(first):
+        value = _rows_of_all(values, variable, kind, parts)
+        values.set_all(variable, combined(kind, values.get(variable, 0), values.here(value, 0)))
+        return
     if aggregation is VariableAggregation.NONE:
         raise without_aggregation(variable)
     on_read = variable.synchronization is VariableSynchronization.ON_READ
@@ -373,3 +313,18 @@ def assign_aggregated(values: StepValues, requests: Sequence[Request]) -> None:
         value = reduced(ReduceOp.parse(aggregation.name), parts, values.devices[0])
     operand = values.here(variable.fitted(value), 0)
     values.set_all(variable, combined(kind, values.get(variable, 0), operand))
+
+
+def _rows_of_all(
+    values: StepValues, variable: Variable, kind: str, parts: Sequence[Any]
+) -> IndexedSlices:
+    """Return the rows that a scatter applies, of those that the replicas bring."""
+    fitted = [values.here(variable.fitted(part), 0) for part in parts]
+    one_copy = variable.storage.num_copies < len(parts)
+    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA and not one_copy:
+        return fitted[0]
+    op = ReduceOp.SUM if one_copy else ReduceOp.parse(variable.aggregation.name)
+    fitted = [scaled_rows(op, part, len(parts)) for part in fitted]
+    if kind in ADDING_SCATTERS:
+        fitted = [part.merged() for part in fitted]
+    return concatenated_rows(fitted)

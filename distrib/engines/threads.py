@@ -32,13 +32,11 @@ from distrib.engines.nnx_objects import (
 from distrib.engines.refusals import nnx_differs
 from distrib.engines.replica_thread import (
     ReplicaThread,
-    StepValues,
     assign_aggregated,
-    form,
-    reduced,
     update_everywhere,
 )
 from distrib.engines.signature import is_leaf
+from distrib.engines.step_values import StepValues, form, reduced
 from distrib.engines.turns import Request, Turn, take_turns
 from distrib.engines.weights import ExampleWeights, examples_of
 from distrib.errors import AggregationError, ContextError, OutputError

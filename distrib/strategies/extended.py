@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.experimental.sparse import JAXSparse
 from jax.sharding import Mesh
 
 from distrib.context import (
@@ -19,7 +20,7 @@ from distrib.platform import Device, device_string
 from distrib.reduce_op import ReduceOp
 from distrib.strategies.answers import Combiner, Engine, Runner, VariableHome
 from distrib.strategies.mirroring import assert_mirrored
-from distrib.values import DistributedValues
+from distrib.values import DistributedValues, IndexedSlices
 from distrib.variables import Storage, Variable, VariableAggregation, VariableSynchronization
 
 
@@ -204,4 +205,4 @@ class StrategyExtended:
 
 
 def _has_components(leaf: Any) -> bool:
-    return isinstance(leaf, DistributedValues | Variable)
+    return isinstance(leaf, DistributedValues | Variable | IndexedSlices | JAXSparse)

@@ -1,5 +1,6 @@
 """Variables, and the places where their values live."""
 
+from distrib.variables.change import ADDING_SCATTERS, change_name, combined
 from distrib.variables.holder import HoldsVariables
 from distrib.variables.storage import (
     Cell,
@@ -17,6 +18,7 @@ from distrib.variables.variable import Variable, is_variable, live_variables
 from distrib.variables.variable_tree import VariableTree
 
 __all__ = [
+    "ADDING_SCATTERS",
     "Cell",
     "HoldsVariables",
     "LentCells",
@@ -29,7 +31,9 @@ __all__ = [
     "VariableSynchronization",
     "VariableTree",
     "cells_held",
+    "change_name",
     "changes_held",
+    "combined",
     "is_variable",
     "live_variables",
     "own_copy",

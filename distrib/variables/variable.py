@@ -13,9 +13,10 @@ import numpy as np
 from jax import lax
 
 from distrib.context import current_program, get_strategy, in_cross_replica_context
-from distrib.errors import VariableError
-from distrib.values import DistributedValues, Mirrored
-from distrib.variables.arithmetic import ArrayOperators
+from distrib.errors import UnsupportedError
+from distrib.values import DistributedValues, IndexedSlices, Mirrored
+from distrib.variables.change import UNCOMBINED_SCATTERS
+from distrib.variables.changeable import Changeable
 from distrib.variables.storage import Storage
 from distrib.variables.synchronization import (
     VariableAggregation,
@@ -27,7 +28,7 @@ _serial = itertools.count()
 _live: weakref.WeakSet[Variable] = weakref.WeakSet()
 
 
-class Variable(ArrayOperators):
+class Variable(Changeable):
     """A value that steps read and change.
 
     Created inside ``strategy.scope()`` it lives where that strategy puts variables: a copy on each
@@ -162,37 +163,13 @@ class Variable(ArrayOperators):
         """Copy the value to the host."""
         return np.array(self.value())
 
-    def assign(self, value: Any) -> Any:
-        """Replace the value.
-
-        In a replica, an ``ON_WRITE`` variable combines the replicas' values by :attr:`aggregation`
-        first; an ``ON_READ`` one changes this replica's copy alone.
-
-        Args:
-          value: an array of :attr:`shape`, or a number for a scalar. Outside of a replica also a
-            distributed value, whose components go to the copies.
-
-        Returns:
-          The new value: an array in a replica, a distributed value outside.
-
-        Raises:
-          VariableError: if shape or dtype do not fit.
-          ContextError: inside the step of another strategy.
-        """
-        return self._change("assign", value)
-
-    def assign_add(self, value: Any) -> Any:
-        """Add ``value``; as :meth:`assign` otherwise."""
-        return self._change("add", value)
-
-    def assign_sub(self, value: Any) -> Any:
-        """Subtract ``value``; as :meth:`assign` otherwise."""
-        return self._change("sub", value)
-
-    def _change(self, kind: str, value: Any) -> Any:
+    def change(self, kind: str, value: Any) -> Any:
+        """Change the value, combined over the replicas in a replica; see :meth:`assign`."""
         program = current_program()
         if isinstance(value, Variable):
             value = value.value()
+        if isinstance(value, IndexedSlices):
+            self._check_scatter(kind)
         if program is not None:
             return program.assign(self, kind, value)
         if in_cross_replica_context():
@@ -201,28 +178,20 @@ class Variable(ArrayOperators):
             value = self.fitted(value)
         return self.storage.assign(value, kind)
 
-    def fitted(self, value: Any) -> jax.Array:
-        """Return ``value`` as an array of this variable's shape and dtype.
-
-        Raises:
-          VariableError: if it does not fit; the message names both and the fix.
-        """
-        array = jnp.asarray(value)
-        if array.shape != self._shape:
-            raise VariableError(
-                f"Cannot assign value to variable {self._name!r}: Shape mismatch. The variable "
-                f"shape {self._shape}, and the assigned value shape {array.shape} are incompatible."
+    def _check_scatter(self, kind: str) -> None:
+        if self.storage.per_replica:
+            raise UnsupportedError(
+                f"Variables with `synchronization=ON_READ` doesn't support `{kind}`: each replica "
+                f"has a copy of its own of {self._name!r}. Use ON_WRITE, or assign the whole value."
             )
-        if array.dtype != self._dtype:
-            weak = not hasattr(value, "dtype") or getattr(array, "weak_type", False)
-            if not weak and jnp.promote_types(array.dtype, self._dtype) != self._dtype:
-                raise VariableError(
-                    f"Cannot assign value to variable {self._name!r}: its dtype is {self._dtype}, "
-                    f"and the value's {array.dtype} would lose information. Convert it first: "
-                    f"value.astype({str(self._dtype)!r})."
-                )
-            array = array.astype(self._dtype)
-        return array
+        combining = self._aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
+        if combining and kind in UNCOMBINED_SCATTERS and self.storage.num_copies > 1:
+            raise UnsupportedError(
+                f"{kind} is only supported for variables with aggregation NONE or "
+                f"ONLY_FIRST_REPLICA, and {self._name!r} has {self._aggregation.name}: the "
+                "replicas' rows cannot be both combined and replace others. Give it another "
+                "aggregation, or assign the whole value."
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """Return a new variable of the same strategy, with equal copies."""

@@ -235,6 +235,60 @@ def onread_replica_updates() -> Any:
     return {"init": init, "comps": v.values, "read": v.read_value(), "ret": type(returned).__name__}
 
 
+NO_ROWS_OF_A_SUM = Raises(NotImplementedError, "scatter_max is only supported for .* NONE or")
+
+
+@case(
+    "onread-scatter",
+    {
+        "onread_cross": Raises(NotImplementedError, "ON_READ` doesn't support `scatter_add`"),
+        "onread_replica": Raises(NotImplementedError, "ON_READ` doesn't support `scatter_add`"),
+        "onwrite_NONE": [[11.0, 10.0], [12.0, 10.0]],
+        "onwrite_max_NONE": [[20.0, 10.0], [21.0, 10.0]],
+        "onwrite_cross_NONE": [[21.0, 10.0], [22.0, 10.0]],
+        "onwrite_SUM": [[13.0, 10.0], [13.0, 10.0]],
+        "onwrite_max_SUM": NO_ROWS_OF_A_SUM,
+        "onwrite_cross_SUM": [[14.0, 10.0], [14.0, 10.0]],
+        "onwrite_MEAN": [[11.5, 10.0], [11.5, 10.0]],
+        "onwrite_max_MEAN": NO_ROWS_OF_A_SUM,
+        "onwrite_cross_MEAN": [[12.5, 10.0], [12.5, 10.0]],
+        "onwrite_ONLY_FIRST_REPLICA": [[11.0, 10.0], [11.0, 10.0]],
+        "onwrite_max_ONLY_FIRST_REPLICA": [[20.0, 10.0], [20.0, 10.0]],
+        "onwrite_cross_ONLY_FIRST_REPLICA": [[21.0, 10.0], [21.0, 10.0]],
+    },
+)
+def onread_scatter() -> Any:
+    strategy = mirrored()
+
+    def row(x: Any) -> distrib.IndexedSlices:
+        return distrib.IndexedSlices(jnp.reshape(x, 1), jnp.array([0]), (2,))
+
+    v = variable(strategy, [0.0, 0.0], aggregation=Aggregation.SUM, synchronization=ON_READ)
+    results = {
+        "onread_cross": outcome(lambda: v.scatter_add(row(1.0))),
+        "onread_replica": outcome(lambda: strategy.run(lambda: v.scatter_add(row(rid() + 1.0)))),
+    }
+    for mode in Aggregation:
+        w = variable(strategy, [10.0, 10.0], aggregation=mode)
+
+        def changed(change: Any, w: Any = w, inside: bool = True) -> Any:
+            if inside:
+                strategy.run(lambda: change(w))
+            else:
+                change(w)
+            return w.values
+
+        name = mode.name
+        results |= {
+            f"onwrite_{name}": changed(lambda x: x.scatter_add(row(rid() + 1.0))),
+            f"onwrite_max_{name}": outcome(
+                lambda changed=changed: changed(lambda x: x.scatter_max(row(rid() + 20.0)))
+            ),
+            f"onwrite_cross_{name}": changed(lambda x: x.scatter_add(row(1.0)), inside=False),
+        }
+    return results
+
+
 @case(
     "var-initial-value-callable",
     {"calls": 2, "comps": [1.0, 1.0], "equal": True, "onread": [2.0, 2.0]},

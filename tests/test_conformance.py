@@ -29,7 +29,6 @@ AREAS = {
 
 # The cases of these areas that need what is not written yet, and what that is.
 LATER = {
-    "batch-reduce-to": "batch_reduce_to",
     "coord-construct": "coordinator",
     "partitioner-base": "partitioners",
     "var-checkpoint": "checkpoints",

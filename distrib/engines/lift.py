@@ -24,6 +24,7 @@ from jax.extend.core import ClosedJaxpr
 from distrib.collectives import CrossDeviceOps
 from distrib.context import Frame, ReplicaContext, entered
 from distrib.engines.captures import found_nnx_objects
+from distrib.engines.local_values import local_value
 from distrib.engines.nnx_objects import (
     NnxState,
     changed,
@@ -31,7 +32,7 @@ from distrib.engines.nnx_objects import (
     is_batch_statistic,
     put_together,
 )
-from distrib.engines.program import Program, UnknownVariable, Update, local_value
+from distrib.engines.program import Program, UnknownVariable, Update
 from distrib.engines.refusals import nnx_differs
 from distrib.engines.varying import used_inputs, varying_outputs
 from distrib.engines.weights import ExampleWeights

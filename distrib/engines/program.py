@@ -23,6 +23,8 @@ from distrib.collectives import (
     from_first_replica,
 )
 from distrib.context import Frame, current_frame, entered
+from distrib.engines.copies import TracedCopies
+from distrib.engines.local_values import as_per_replica, local_tree
 from distrib.engines.refusals import (
     changed_in_transformation,
     merged_in_transformation,
@@ -34,14 +36,7 @@ from distrib.engines.weights import ExampleWeights
 from distrib.errors import AggregationError, ContextError
 from distrib.platform.jax_compat import trace_token
 from distrib.reduce_op import ReduceOp
-from distrib.values import (
-    DistributedValues,
-    IndexedSlices,
-    Mirrored,
-    PerReplica,
-    is_slices,
-    map_apart,
-)
+from distrib.values import IndexedSlices, is_slices, map_apart
 from distrib.variables import (
     ADDING_SCATTERS,
     Variable,
@@ -196,8 +191,13 @@ class Program:
             for variable, new in zip(variables, news, strict=True):
                 self._set(variable, new)
 
+    @property
+    def copies(self) -> TracedCopies:
+        """The copies of variables, for ``extended.update``."""
+        return TracedCopies(self, self._size, one_copy=self._deferred)
+
     def final_value(self, variable: Variable) -> jax.Array:
-        """Return what ``variable`` holds at the end of the program."""
+        """Return what this replica's copy of ``variable`` holds now, in the end the new value."""
         return self._own(variable)
 
     def _set(self, variable: Variable, value: Any) -> None:
@@ -285,7 +285,7 @@ class Program:
                 "strategy that the merge function was given."
             )
         if self._size > 1:
-            args, kwargs = jax.tree.map(_as_per_replica, (args, kwargs), is_leaf=_is_distributed)
+            args, kwargs = as_per_replica((args, kwargs))
         with entered(Frame(self._strategy, None, self)):
             result = merge_fn(self._strategy, *args, **kwargs)
         return local_tree(result)
@@ -343,32 +343,3 @@ def share_of_total(variable: Variable, kind: str, value: Any, num_replicas: int)
         shared = jnp.asarray(value) / num_replicas
         return shared if jnp.issubdtype(variable.dtype, jnp.inexact) else jnp.trunc(shared)
     return value
-
-
-def local_value(value: DistributedValues) -> Any:
-    """Return what this replica holds of a distributed value in a traced step."""
-    if isinstance(value, PerReplica) and value.local is not None:
-        return value.local
-    if isinstance(value, Mirrored):
-        return value.values[0]
-    raise ContextError(
-        f"A {type(value).__name__} was used inside a step without being passed to it. A step sees "
-        "its arguments: pass the value in args= or kwargs= of strategy.run."
-    )
-
-
-def local_tree(tree: Any) -> Any:
-    """Return a tree with what this replica holds of each distributed value in it."""
-    return jax.tree.map(
-        lambda leaf: local_value(leaf) if isinstance(leaf, DistributedValues) else leaf,
-        tree,
-        is_leaf=_is_distributed,
-    )
-
-
-def _is_distributed(leaf: Any) -> bool:
-    return isinstance(leaf, DistributedValues | Variable)
-
-
-def _as_per_replica(leaf: Any) -> Any:
-    return PerReplica.from_local(leaf) if isinstance(leaf, jax.Array) else leaf

@@ -16,6 +16,7 @@ from distrib.collectives import (
     scaled_rows,
 )
 from distrib.context import current_frame
+from distrib.engines.copies import EagerCopies
 from distrib.engines.program import Apply, Update, applied, share_of_total
 from distrib.engines.refusals import (
     changed_in_transformation,
@@ -134,6 +135,11 @@ class ReplicaThread:
             raise changed_in_transformation(variable)
         if variable.distribute_strategy is not self._values.strategy:
             raise of_another_strategy(variable, self._values.strategy)
+
+    @property
+    def copies(self) -> EagerCopies:
+        """The copies of variables, for ``extended.update``."""
+        return EagerCopies(self._values)
 
     def update(self, variables: Sequence[Variable], apply: Apply, operand: Any) -> None:
         """Apply an update once and give every replica its results."""

@@ -1,6 +1,7 @@
 """Variables, and the places where their values live."""
 
 from distrib.variables.change import ADDING_SCATTERS, change_name, combined
+from distrib.variables.component import Component, Copies, owner_of
 from distrib.variables.holder import HoldsVariables
 from distrib.variables.storage import (
     Cell,
@@ -20,6 +21,8 @@ from distrib.variables.variable_tree import VariableTree
 __all__ = [
     "ADDING_SCATTERS",
     "Cell",
+    "Component",
+    "Copies",
     "HoldsVariables",
     "LentCells",
     "MirroredStorage",
@@ -37,4 +40,5 @@ __all__ = [
     "is_variable",
     "live_variables",
     "own_copy",
+    "owner_of",
 ]

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from distrib.errors import SlicesError, VariableError
-from distrib.values import IndexedSlices
-from distrib.variables.arithmetic import ArrayOperators
+from distrib.values import ArrayOperators, IndexedSlices
 
 
 class Changeable(ArrayOperators):
@@ -29,6 +29,30 @@ class Changeable(ArrayOperators):
     def dtype(self) -> Any:
         """The dtype of the value."""
         raise TypeError(f"{type(self).__name__} has no dtype")
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the value."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the value."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def read_value(self) -> jax.Array:
+        """Return the current value; the same as :meth:`value`."""
+        return self.value()
+
+    def numpy(self) -> np.ndarray:
+        """Copy the value to the host."""
+        return np.array(self.value())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.value(), dtype=dtype)
+
+    def __jax_array__(self) -> jax.Array:
+        return self.value()
 
     def change(self, kind: str, value: Any) -> Any:
         """Change the value and return the new one.

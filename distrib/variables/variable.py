@@ -14,9 +14,10 @@ from jax import lax
 
 from distrib.context import current_program, get_strategy, in_cross_replica_context
 from distrib.errors import UnsupportedError
-from distrib.values import DistributedValues, IndexedSlices, Mirrored
+from distrib.values import DistributedValues, Mirrored, is_distributed, is_slices
 from distrib.variables.change import UNCOMBINED_SCATTERS
 from distrib.variables.changeable import Changeable
+from distrib.variables.component import remember_copies
 from distrib.variables.storage import Storage
 from distrib.variables.synchronization import (
     VariableAggregation,
@@ -95,16 +96,6 @@ class Variable(Changeable):
         return self._shape
 
     @property
-    def ndim(self) -> int:
-        """The number of axes of the value."""
-        return len(self._shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the value."""
-        return int(np.prod(self._shape, dtype=np.int64))
-
-    @property
     def dtype(self) -> Any:
         """The dtype of the value."""
         return self._dtype
@@ -135,7 +126,9 @@ class Variable(Changeable):
 
         Each is on its own device. They are snapshots: a later assignment does not change them.
         """
-        return self.storage.components()
+        copies = self.storage.components()
+        remember_copies(self, copies)
+        return copies
 
     @property
     def device(self) -> str:
@@ -155,30 +148,30 @@ class Variable(Changeable):
         program = current_program()
         return self.storage.read() if program is None else program.read(self)
 
-    def read_value(self) -> jax.Array:
-        """Return the current value; the same as :meth:`value`."""
-        return self.value()
-
-    def numpy(self) -> np.ndarray:
-        """Copy the value to the host."""
-        return np.array(self.value())
-
     def change(self, kind: str, value: Any) -> Any:
         """Change the value, combined over the replicas in a replica; see :meth:`assign`."""
         program = current_program()
         if isinstance(value, Variable):
             value = value.value()
-        if isinstance(value, IndexedSlices):
-            self._check_scatter(kind)
+        if is_slices(value):
+            self.check_scatter(kind)
         if program is not None:
             return program.assign(self, kind, value)
         if in_cross_replica_context():
             self._strategy.extended.check_scope()
+        if is_slices(value) and is_distributed(value.values):
+            update = self._strategy.extended.update
+            return update(self, lambda copy, rows: copy.change(kind, rows), args=(value,))
         if not isinstance(value, DistributedValues):
             value = self.fitted(value)
         return self.storage.assign(value, kind)
 
-    def _check_scatter(self, kind: str) -> None:
+    def check_scatter(self, kind: str) -> None:
+        """Check that a scatter has a meaning for this variable.
+
+        Raises:
+          UnsupportedError: naming the variable and what it would need.
+        """
         if self.storage.per_replica:
             raise UnsupportedError(
                 f"Variables with `synchronization=ON_READ` doesn't support `{kind}`: each replica "
@@ -205,12 +198,6 @@ class Variable(Changeable):
         other.storage.put_components(components)
         _live.add(other)
         return other
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.value(), dtype=dtype)
-
-    def __jax_array__(self) -> jax.Array:
-        return self.value()
 
     def __repr__(self) -> str:
         head = f"<distrib.Variable {self._name!r} shape={self._shape} dtype={self._dtype}"

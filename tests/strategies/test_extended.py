@@ -88,9 +88,9 @@ def test_reduce_and_gather_by_leaf(make_strategy):
     np.testing.assert_array_equal(mean["x"], [1.5, 1.5])
     assert mean["y"] == [3.0]
     assert extended.gather_tree({"x": tree["x"]}, 0)["x"].tolist() == [1, 1, 2, 2]
-    assert extended.reduce_to("sum", tree["x"], None).tolist() == [3, 3]
+    assert extended.reduce_to("sum", tree["x"], "CPU:0").tolist() == [3, 3]
     with pytest.raises(AggregationError):
-        extended.reduce_to("SUM", tree, None)
+        extended.reduce_to("SUM", tree, "CPU:0")
 
 
 def test_reduce_to_in_a_step_says_what_to_call():

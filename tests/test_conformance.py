@@ -32,7 +32,6 @@ LATER = {
     "coord-construct": "coordinator",
     "partitioner-base": "partitioners",
     "var-checkpoint": "checkpoints",
-    "var-created-in-run": "variables that are made inside of run",
 }
 
 

@@ -12,6 +12,7 @@ from distrib.collectives import CrossDeviceOps
 from distrib.engines import uneven
 from distrib.engines.cache import CompileCache
 from distrib.engines.calls import check_components, check_outside_trace, unjitted
+from distrib.engines.creation import created_again, created_too_late, kept_if_finished
 from distrib.engines.lift import Call, lift
 from distrib.engines.nnx_objects import NnxState, is_nnx_object, take_apart, write_back
 from distrib.engines.placement import UpdatePlacement
@@ -60,10 +61,30 @@ class SpmdEngine:
             for leaf, (kind, _) in zip(leaves, signature[1], strict=True)
             if kind is not Kind.OBJECT
         ]
+        if step.created:
+            return self._run_first(fn, step, arrays, nnx_state)
         if nnx_state is None:
             return step(arrays)[0]
         result, changes = step(arrays, nnx_state.arrays)
         write_back(nnx_state, changes)
+        return result
+
+    def _run_first(
+        self, fn: Callable[..., Any], step: Step, arrays: list[Any], state: NnxState | None
+    ) -> Any:
+        """Run a step that creates variables. The next call is traced anew, with these variables.
+
+        Raises:
+          ContextError: if the function has created variables before.
+        """
+        with kept_if_finished(step.created):
+            if self._cache.has_created(fn):
+                raise created_again(step.created[0].name)
+            result, changes = step(arrays, state.arrays if state else ())
+            jax.block_until_ready([v.storage.cell.array for v in step.created])
+        self._cache.remember_created(fn)
+        if state:
+            write_back(state, changes)
         return result
 
     def compiled_text(
@@ -71,7 +92,15 @@ class SpmdEngine:
     ) -> str:
         """Return the program of a call as XLA compiled it, without running it."""
         leaves, treedef, state = _flattened(args, kwargs or {})
-        return self._step(unjitted(fn), treedef, leaves, state)[1].compiled.as_text()
+        step = self._step(unjitted(fn), treedef, leaves, state)[1]
+        with kept_if_finished(step.created):
+            if step.created:
+                raise created_too_late(
+                    step.created[0].name,
+                    "by a step of which the compiled text was asked before it was run for the "
+                    "first time",
+                )
+        return step.compiled.as_text()
 
     def _step(
         self, fn: Callable[..., Any], treedef: Any, leaves: Sequence[Any], nnx: NnxState | None
@@ -84,6 +113,8 @@ class SpmdEngine:
         step = self._cache.find(fn, signature)
         if step is None:
             step, variables = self._make(fn, treedef, leaves, keys, nnx)
+            if step.created:
+                return signature, step
             objects = [x for x, (kind, _) in zip(leaves, keys, strict=True) if kind is Kind.OBJECT]
             self._cache.add(fn, signature, step, variables, objects)
         return signature, step
@@ -129,17 +160,10 @@ class SpmdEngine:
             for leaf, (kind, key), form in zip(array_leaves, array_keys, forms, strict=True)
         ]
         step = lifted(forms)
-        return (
-            Step(
-                step,
-                entering,
-                self._mesh,
-                self._placement,
-                even_body(step, entering, size),
-                even_finish(step, size),
-            ),
-            step.touched,
-        )
+        body, finish = even_body(step, entering, size), even_finish(step, size)
+        with kept_if_finished(step.created):
+            compiled = Step(step, entering, self._mesh, self._placement, body, finish)
+        return compiled, step.touched
 
 
 def _flattened(

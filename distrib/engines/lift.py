@@ -24,6 +24,7 @@ from jax.extend.core import ClosedJaxpr
 from distrib.collectives import CrossDeviceOps
 from distrib.context import Frame, ReplicaContext, entered
 from distrib.engines.captures import found_nnx_objects
+from distrib.engines.creation import created_too_late, kept_if_finished
 from distrib.engines.local_values import local_value
 from distrib.engines.nnx_objects import (
     NnxState,
@@ -88,6 +89,7 @@ class Lifted:
       nnx_changes: the positions of the NNX variables that change.
       num_nnx: how many NNX arrays are inputs.
       gradients_are: how gradients are combined, as far as the step has shown it.
+      created: the variables among ``writes``, or changed by ``updates``, that the trace created.
     """
 
     jaxpr: Any
@@ -100,6 +102,7 @@ class Lifted:
     nnx_changes: tuple[int, ...]
     num_nnx: int
     gradients_are: ReduceOp | None
+    created: tuple[Variable, ...]
 
     @property
     def touched(self) -> list[Variable]:
@@ -156,28 +159,38 @@ def lift(
       NestedTraceError: if it changes a variable inside of a JAX transformation.
     """
     variables = live_variables(strategy)
-    while True:
-        try:
-            return _trace(
-                strategy,
-                call,
-                variables,
-                num_replicas,
-                ops,
-                deferred,
-                weights,
-                devices,
-                axis_size or num_replicas,
-            )
-        except UnknownVariable as unknown:
-            # A variable of another strategy, or of none. It is an input like the others.
-            variables = [*variables, unknown.variable]
+    created: list[Variable] = []
+    with kept_if_finished(created):
+        while True:
+            try:
+                return _trace(
+                    strategy,
+                    call,
+                    variables,
+                    created,
+                    num_replicas,
+                    ops,
+                    deferred,
+                    weights,
+                    devices,
+                    axis_size or num_replicas,
+                )
+            except UnknownVariable as unknown:
+                if created:
+                    raise created_too_late(
+                        created[0].name,
+                        f"by a step that goes on to use {unknown.variable.name!r} of another "
+                        "strategy",
+                    ) from None
+                # A variable of another strategy, or of none. It is an input like the others.
+                variables = [*variables, unknown.variable]
 
 
 def _trace(
     strategy: Any,
     call: Call,
     variables: list[Variable],
+    created: list[Variable],
     num_replicas: int,
     ops: CrossDeviceOps,
     deferred: bool,
@@ -193,7 +206,9 @@ def _trace(
         leaves, nnx_arrays = flat[:num_leaves], flat[num_leaves : num_leaves + num_nnx]
         values = flat[num_leaves + num_nnx :]
         inputs = {id(v): (v, x) for v, x in zip(variables, values, strict=True)}
-        program = Program(strategy, num_replicas, ops, inputs, deferred=deferred, weights=weights)
+        program = Program(
+            strategy, num_replicas, ops, inputs, created, deferred=deferred, weights=weights
+        )
         trace.program = program
         replica_id = np.int32(0) if num_replicas == 1 else jax.lax.axis_index(REPLICA_AXIS)
         objects: tuple[Any, ...] = ()
@@ -246,6 +261,7 @@ def _trace(
         nnx_changes=trace.nnx_changes,
         num_nnx=num_nnx,
         gradients_are=program.gradients_are,
+        created=tuple(created),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from distrib.collectives import (
     CrossDeviceOps,
@@ -24,6 +25,7 @@ from distrib.collectives import (
 )
 from distrib.context import Frame, current_frame, entered
 from distrib.engines.copies import TracedCopies
+from distrib.engines.creation import created_in_transformation, created_too_late
 from distrib.engines.local_values import as_per_replica, local_tree
 from distrib.engines.refusals import (
     changed_in_transformation,
@@ -39,6 +41,7 @@ from distrib.reduce_op import ReduceOp
 from distrib.values import IndexedSlices, is_slices, map_apart
 from distrib.variables import (
     ADDING_SCATTERS,
+    Storage,
     Variable,
     VariableAggregation,
     VariableSynchronization,
@@ -106,6 +109,7 @@ class Program:
       num_replicas: how many replicas run the program.
       ops: how values are added over them.
       inputs: the variables that are inputs, by ``id``, with their traced values.
+      created: filled with the variables that the step creates.
       deferred: whether updates are applied outside the program, on the device of the variables.
       weights: the examples of each replica, where they differ; None where all have equally many.
     """
@@ -116,6 +120,7 @@ class Program:
         num_replicas: int,
         ops: CrossDeviceOps,
         inputs: dict[int, tuple[Variable, Any]],
+        created: list[Variable],
         *,
         deferred: bool,
         weights: ExampleWeights | None = None,
@@ -130,10 +135,43 @@ class Program:
         self._current: dict[int, Any] = {}
         self.writes: dict[int, Variable] = {}
         self.updates: list[Update] = []
+        self.created = created
         self._combined_by: ReduceOp | None = None
         self._counts_examples = False
 
     # Variables.
+
+    def created_before(self) -> None:
+        """Return None: one traced function creates a variable for all replicas."""
+        return None
+
+    def create(
+        self, variable: Variable, value: jax.Array, make_storage: Callable[[Any], Storage]
+    ) -> Storage:
+        """Make a variable, whose value when the step is over is the first that is stored.
+
+        Until then its storage holds zeros, which the step overwrites.
+
+        Raises:
+          NestedTraceError: inside a JAX transformation.
+          ContextError: if the replicas have batches of unequal sizes.
+        """
+        if trace_token() != self._token:
+            raise created_in_transformation(variable)
+        if self._weights is not None:
+            raise created_too_late(
+                variable.name, "in a step whose replicas have batches of unequal sizes"
+            )
+        if not isinstance(value.dtype, np.dtype):
+            raise created_too_late(variable.name, f"with the dtype {value.dtype}")
+        with jax.ensure_compile_time_eval():
+            variable.storage = make_storage(np.zeros(value.shape, value.dtype))
+        self.created.append(variable)
+        if self._size > 1 and current_frame().replica is not None:
+            value = from_first_replica(value)
+        self._set(variable, value)
+        self.update([variable], lambda olds, x: [x], value)
+        return variable.storage
 
     def read(self, variable: Variable) -> jax.Array:
         """Return the value of ``variable`` at this point, aggregated in cross-replica context."""

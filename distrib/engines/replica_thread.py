@@ -17,6 +17,7 @@ from distrib.collectives import (
 )
 from distrib.context import current_frame
 from distrib.engines.copies import EagerCopies
+from distrib.engines.creation import created_in_transformation
 from distrib.engines.program import Apply, Update, applied, share_of_total
 from distrib.engines.refusals import (
     changed_in_transformation,
@@ -28,7 +29,7 @@ from distrib.engines.refusals import (
 from distrib.engines.step_values import StepValues, form, reduced
 from distrib.engines.turns import Request, Turn
 from distrib.engines.weights import ExampleWeights
-from distrib.errors import AggregationError, ContextError, NestedTraceError
+from distrib.errors import AggregationError, ContextError, MeetingError, NestedTraceError
 from distrib.platform import trace_token, under_jit
 from distrib.reduce_op import ReduceOp
 from distrib.values import (
@@ -39,6 +40,7 @@ from distrib.values import (
 )
 from distrib.variables import (
     ADDING_SCATTERS,
+    Storage,
     Variable,
     VariableAggregation,
     VariableSynchronization,
@@ -66,6 +68,7 @@ class ReplicaThread:
         self._weights = weights
         self._size = len(values.devices)
         self._token = trace_token()
+        self._created = 0
 
     @property
     def _replica(self) -> int:
@@ -87,6 +90,37 @@ class ReplicaThread:
         return self._turn.ask(Request(kind, shown, payload))
 
     # Variables.
+
+    def created_before(self) -> Variable | None:
+        """Return the variable that replica 0 created where this one creates its next.
+
+        Raises:
+          MeetingError: if replica 0 has created no such variable.
+        """
+        if self._turn is None or current_frame().replica is None or self._replica == 0:
+            return None
+        created = self._values.created
+        if self._created == len(created):
+            raise MeetingError(
+                f"Replica {self._replica} creates a variable that replica 0 does not: a variable "
+                "starts from the value that replica 0 gives it."
+            )
+        self._created += 1
+        return created[self._created - 1]
+
+    def create(
+        self, variable: Variable, value: jax.Array, make_storage: Callable[[Any], Storage]
+    ) -> Storage:
+        """Make a variable from replica 0's value, at once.
+
+        Raises:
+          NestedTraceError: inside a JAX transformation.
+        """
+        if trace_token() != self._token:
+            raise created_in_transformation(variable)
+        if current_frame().replica is not None:
+            self._values.created.append(variable)
+        return make_storage(value)
 
     def read(self, variable: Variable) -> jax.Array:
         """Return this replica's value; in cross-replica context the aggregate.

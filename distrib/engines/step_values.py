@@ -28,6 +28,7 @@ class StepValues:
         self.devices = devices
         self._components: dict[int, tuple[Variable, list[jax.Array]]] = {}
         self._changed: dict[int, Variable] = {}
+        self.created: list[Variable] = []
 
     def get(self, variable: Variable, replica: int) -> jax.Array:
         """Return the component of a replica."""

@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 from distrib.context import (
     current_frame,
-    current_program,
     require_cross_replica_context,
     require_same_strategy,
 )
@@ -92,13 +91,8 @@ class StrategyExtended:
         """Make the place for the value of a new variable.
 
         Raises:
-          ContextError: inside a step, where a variable would be made anew at each compilation.
+          ContextError: in the scope of another strategy.
         """
-        if current_program() is not None:
-            raise ContextError(
-                f"Variable {name!r} was created inside strategy.run. A step is compiled once and "
-                "run many times: create its variables before, inside `with strategy.scope():`."
-            )
         self.check_scope()
         return self._home.create_storage(value, synchronization, aggregation, name)
 

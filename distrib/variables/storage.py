@@ -367,3 +367,17 @@ class PlacedStorage:
                 placed = combined_at_once(combine, self.cell.array, placed)
             self.cell.put(placed)
         return self.read()
+
+
+class AbandonedStorage:
+    """No place at all: of a variable that never got a value. Whatever it is asked raises."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise VariableError(
+            f"Variable {self._name!r} was created inside strategy.run by a step that failed, and "
+            "never got a value. Let the step create it again, by setting what holds it to None; "
+            "or create it before, inside `with strategy.scope():`."
+        )

@@ -5,20 +5,19 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from distrib.context import current_program, get_strategy, in_cross_replica_context
-from distrib.errors import UnsupportedError
+from distrib.errors import ContextError, MeetingError, UnsupportedError
 from distrib.values import DistributedValues, Mirrored, is_distributed, is_slices
 from distrib.variables.change import UNCOMBINED_SCATTERS
 from distrib.variables.changeable import Changeable
 from distrib.variables.component import remember_copies
-from distrib.variables.storage import Storage
+from distrib.variables.storage import AbandonedStorage, Storage
 from distrib.variables.synchronization import (
     VariableAggregation,
     VariableSynchronization,
@@ -37,6 +36,10 @@ class Variable(Changeable):
     :class:`distrib.CentralStorageStrategy`. It reads as an array: use it in arithmetic, index it,
     or call :meth:`value`. JAX's own functions want arrays: give them ``v.value()``. As a pytree it
     is its value, so that ``jax.grad(f)(v)`` and ``jax.jit(f)(v)`` work.
+
+    Created inside ``strategy.run`` it is one variable, which starts from the value that replica 0
+    gives it. A function that ``run`` compiles may create variables the first time it is called, and
+    keep them: ``if self.v is None: self.v = distrib.Variable(...)``.
 
     Args:
       initial_value: an array, a number, or a function without arguments that returns one. It is
@@ -57,6 +60,15 @@ class Variable(Changeable):
     [4. 6.]
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Variable:
+        """Return a new variable; on replicas that run eagerly, what replica 0 made at this point.
+
+        Python calls ``__init__`` on it in either case.
+        """
+        program = current_program()
+        shared = None if program is None else program.created_before()
+        return super().__new__(cls) if shared is None else shared
+
     def __init__(
         self,
         initial_value: Any | Callable[[], Any],
@@ -66,9 +78,12 @@ class Variable(Changeable):
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ):
+        if "storage" in vars(self):
+            self._check_shared(name)
+            return
         value = initial_value() if callable(initial_value) else initial_value
         if isinstance(value, Variable | Mirrored):
-            value = np.asarray(value)
+            value = value.value()
         # As an array of a definite dtype: a Python number would stay free to become any other.
         value = jnp.asarray(value, dtype=dtype)
         value = lax.convert_element_type(value, value.dtype)
@@ -80,10 +95,30 @@ class Variable(Changeable):
         self._shape = value.shape
         self._dtype = value.dtype
         self.serial = next(_serial)
-        self.storage: Storage = self._strategy.extended.create_storage(
+        program = current_program()
+        if program is None:
+            self.storage: Storage = self._make_storage(value)
+        else:
+            self.storage = program.create(self, value, self._make_storage)
+        _live.add(self)
+
+    def _make_storage(self, value: Any) -> Storage:
+        return self._strategy.extended.create_storage(
             value, self._synchronization, self._aggregation, self._name
         )
-        _live.add(self)
+
+    def _check_shared(self, name: str | None) -> None:
+        if name is not None and name != self._name:
+            raise MeetingError(
+                f"A replica creates variable {name!r} where replica 0 created {self._name!r}: the "
+                "replicas must create the same variables in the same order, each of which is one "
+                "variable of the strategy."
+            )
+
+    def abandon(self) -> None:
+        """Leave a variable behind that was created in a step which failed before it had a value."""
+        _live.discard(self)
+        self.storage = cast(Storage, AbandonedStorage(self._name))
 
     @property
     def name(self) -> str:
@@ -187,14 +222,20 @@ class Variable(Changeable):
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        """Return a new variable of the same strategy, with equal copies."""
+        """Return a new variable of the same strategy, with equal copies.
+
+        Raises:
+          ContextError: inside a step.
+        """
+        if current_program() is not None:
+            raise ContextError(
+                f"Variable {self._name!r} was copied inside strategy.run: copy it before."
+            )
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.serial = next(_serial)
         components = self.values
-        other.storage = self._strategy.extended.create_storage(
-            components[0], self._synchronization, self._aggregation, self._name
-        )
+        other.storage = self._make_storage(components[0])
         other.storage.put_components(components)
         _live.add(other)
         return other

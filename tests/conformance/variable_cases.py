@@ -235,6 +235,49 @@ def onread_replica_updates() -> Any:
     return {"init": init, "comps": v.values, "read": v.read_value(), "ret": type(returned).__name__}
 
 
+@case(
+    "var-created-in-run",
+    {
+        "r": per_replica(1.0, 1.0),
+        "kinds": ["Variable", "Variable"],
+        "same": True,
+        "n": [[1.0, 1.0]],
+        "one_sided": per_replica(1.0, 2.0),
+    },
+    differs={
+        "kinds.0": "there is one class of variables",
+        "kinds.1": "there is one class of variables",
+    },
+    eager_only={
+        "kinds": "a compiled step runs the Python of one replica",
+        "same": "a compiled step runs the Python of one replica",
+        "one_sided": "a compiled step has no branch on the replica id",
+    },
+)
+def var_created_in_run() -> Any:
+    strategy = mirrored()
+    box: list[distrib.Variable] = []
+
+    def step() -> Any:
+        box.append(distrib.Variable(rid() + 1.0))
+        return box[-1].value()
+
+    def one_sided() -> Any:
+        if int(context().replica_id_in_sync_group) == 0:
+            return distrib.Variable(1.0).value()
+        return jnp.float32(2)
+
+    result = strategy.run(step)
+    eager = distrib.config.functions_run_eagerly()
+    return {
+        "r": result,
+        "kinds": [type(v).__name__ for v in box],
+        "same": len(box) == 2 and box[0] is box[1],
+        "n": [box[0].values],
+        "one_sided": strategy.run(one_sided) if eager else None,
+    }
+
+
 NO_ROWS_OF_A_SUM = Raises(NotImplementedError, "scatter_max is only supported for .* NONE or")
 
 

@@ -99,11 +99,6 @@ def test_reduce_to_in_a_step_says_what_to_call():
         strategy.run(lambda: strategy.extended.reduce_to("SUM", jnp.ones(1), None))
 
 
-def test_a_variable_that_is_made_in_a_step():
-    with pytest.raises(ContextError, match="'late' was created inside strategy.run. .*before"):
-        mirrored(2).run(lambda: distrib.Variable(1.0, name="late").value())
-
-
 def test_check_scope():
     ours, theirs = mirrored(2), mirrored(2)
     ours.extended.check_scope()

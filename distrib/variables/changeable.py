@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from distrib.errors import SlicesError, VariableError
-from distrib.values import ArrayOperators, IndexedSlices
+from distrib.values import ArrayOperators, DistributedValues, IndexedSlices
+from distrib.variables.change import UNCOMBINED_SCATTERS, change_name
 
 
 class Changeable(ArrayOperators):
@@ -77,18 +78,30 @@ class Changeable(ArrayOperators):
           The new value: an array in a replica, a distributed value outside.
 
         Raises:
-          VariableError: if shape or dtype do not fit.
+          VariableError: if shape or dtype do not fit: a number of another kind, a floating one for
+            an integer variable, or a Python int outside of its range; or if a boolean is added.
           ContextError: inside the step of another strategy.
         """
         return self.change("assign", value)
 
     def assign_add(self, value: Any) -> Any:
         """Add ``value``; as :meth:`assign` otherwise."""
-        return self.change("add", value)
+        return self._added("add", value)
 
     def assign_sub(self, value: Any) -> Any:
         """Subtract ``value``; as :meth:`assign` otherwise."""
-        return self.change("sub", value)
+        return self._added("sub", value)
+
+    def _added(self, kind: str, value: Any) -> Any:
+        self._check_numbers(kind)
+        return self.change(kind, value)
+
+    def _check_numbers(self, kind: str) -> None:
+        if self.dtype == jnp.bool_ and kind not in ("assign", *UNCOMBINED_SCATTERS):
+            raise VariableError(
+                f"{change_name(kind)} was called on variable {self.name!r} of dtype bool: booleans "
+                "can be assigned, but not added or multiplied."
+            )
 
     def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
         """Add rows to some rows of the value; rows of equal index are all added.
@@ -150,6 +163,7 @@ class Changeable(ArrayOperators):
                 f"{kind} of variable {self.name!r} takes a distrib.IndexedSlices(values, indices), "
                 f"and got a {type(sparse_delta).__name__}."
             )
+        self._check_numbers(kind)
         return self.change(kind, sparse_delta)
 
     def fitted(self, value: Any) -> Any:
@@ -161,7 +175,8 @@ class Changeable(ArrayOperators):
         """
         if isinstance(value, IndexedSlices):
             return self._fitted_rows(value)
-        array = jnp.asarray(value)
+        python_int = isinstance(value, int) and not isinstance(value, bool)
+        array = self._of_number(value) if python_int else as_array(value, self.name)
         if array.shape != self.shape:
             raise VariableError(
                 f"Cannot assign value to variable {self.name!r}: Shape mismatch. The variable "
@@ -179,11 +194,61 @@ class Changeable(ArrayOperators):
     def _of_my_dtype(self, value: Any, array: jax.Array) -> jax.Array:
         if array.dtype == self.dtype:
             return array
-        weak = not hasattr(value, "dtype") or getattr(array, "weak_type", False)
-        if not weak and jnp.promote_types(array.dtype, self.dtype) != self.dtype:
+        # Python numbers, and arrays made of them alone, have a kind but no precision of their own.
+        if not hasattr(value, "dtype") or getattr(array, "weak_type", False):
+            fits = _kind(array.dtype) <= _kind(self.dtype)
+        else:
+            fits = jnp.promote_types(array.dtype, self.dtype) == self.dtype
+        if not fits:
             raise VariableError(
                 f"Cannot assign value to variable {self.name!r}: its dtype is {self.dtype}, "
                 f"and the value's {array.dtype} would lose information. Convert it first: "
-                f"value.astype({str(self.dtype)!r})."
+                f"jnp.asarray(value).astype({str(self.dtype)!r})."
             )
         return array.astype(self.dtype)
+
+    def _of_number(self, number: int) -> jax.Array:
+        if self.dtype == jnp.bool_:
+            raise VariableError(
+                f"Cannot assign value to variable {self.name!r}: its dtype is bool, and the value "
+                f"is the number {number}. Assign {bool(number)}."
+            )
+        try:
+            return jnp.asarray(number, self.dtype)
+        except OverflowError:
+            raise VariableError(
+                f"Cannot assign value to variable {self.name!r}: {number} is outside of the range "
+                f"of its dtype {self.dtype}."
+            ) from None
+
+
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+
+def _kind(dtype: Any) -> int:
+    """Return where a dtype stands in: booleans, integers, floating and complex numbers, others."""
+    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), len(_KINDS))
+
+
+def as_array(value: Any, name: str | None, dtype: Any = None) -> jax.Array:
+    """Return ``value`` as an array that a device can hold.
+
+    Raises:
+      VariableError: for text and objects, which none can, and integers that are too large; the
+        message names the variable.
+    """
+    try:
+        return jnp.asarray(value, dtype=dtype)
+    except OverflowError as error:
+        raise VariableError(
+            f"Variable {name!r} was given {value!r}, which is too large: {error}. Give it a "
+            "floating dtype, or turn on JAX's 64-bit types (jax_enable_x64)."
+        ) from error
+    except (TypeError, ValueError) as error:
+        if isinstance(value, DistributedValues) or np.asarray(value).dtype.kind not in "OSU":
+            raise
+        raise VariableError(
+            f"Variable {name!r} was given {value!r}, which is no array of numbers, and no device "
+            "can hold it. Keep text and objects in Python, as an attribute or an argument of the "
+            "step: there they are constants."
+        ) from error

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from distrib.context import current_program, get_strategy, in_cross_replica_context
 from distrib.errors import ContextError, MeetingError, UnsupportedError
 from distrib.values import DistributedValues, Mirrored, is_distributed, is_slices
 from distrib.variables.change import UNCOMBINED_SCATTERS
-from distrib.variables.changeable import Changeable
+from distrib.variables.changeable import Changeable, as_array
 from distrib.variables.component import remember_copies
 from distrib.variables.storage import AbandonedStorage, Storage
 from distrib.variables.synchronization import (
@@ -43,7 +42,7 @@ class Variable(Changeable):
 
     Args:
       initial_value: an array, a number, or a function without arguments that returns one. It is
-        copied.
+        copied. Text is kept in Python instead: no device holds it.
       trainable: whether optimizers should change it. By default True, and False for ``ON_READ``.
       dtype: the dtype; by default that of ``initial_value``.
       name: a name for messages.
@@ -51,7 +50,8 @@ class Variable(Changeable):
       aggregation: how what the replicas assign (``ON_WRITE``), or hold (``ON_READ``), is combined.
 
     Raises:
-      VariableError: if a mode is unknown, or does not fit the dtype or the strategy.
+      VariableError: if a mode is unknown, or does not fit the dtype (MEAN of integers, SUM of
+        booleans) or the strategy, or for an initial value that is no array of numbers.
 
     >>> v = Variable([1.0, 2.0], name="v")
     >>> print(v.assign_add([1.0, 1.0]))
@@ -85,7 +85,7 @@ class Variable(Changeable):
         if isinstance(value, Variable | Mirrored):
             value = value.value()
         # As an array of a definite dtype: a Python number would stay free to become any other.
-        value = jnp.asarray(value, dtype=dtype)
+        value = as_array(value, name, dtype)
         value = lax.convert_element_type(value, value.dtype)
         self._synchronization, self._aggregation, self._trainable = check_modes(
             synchronization, aggregation, trainable, value.dtype, name

@@ -623,12 +623,9 @@ def test_compiled_rows_of_equal_id_give_the_dense_result(second):
 
 
 @pytest.mark.parametrize("aggregation", ["MEAN", "SUM"])
-@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "threads"])
 @on_every_strategy
-def test_gradients_of_rows_train_as_those_of_the_table(make_strategy, eager, aggregation, request):
+def test_gradients_of_rows_train_as_those_of_the_table(make_strategy, engine, aggregation):
     """Row 80: an IndexedSlices in apply_gradients, with an uneven last batch."""
-    if eager:
-        request.getfixturevalue("eagerly")
     table = np.arange(10, dtype=np.float32).reshape(5, 2)
     ids = np.array([0, 3, 3, 1, 0, 4], np.int32)
     states = []

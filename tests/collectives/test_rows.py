@@ -35,10 +35,7 @@ def test_the_parts():
 
 
 @on_every_strategy
-@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "threads"])
-def test_among_other_arrays(make_strategy, eager, request):
-    if eager:
-        request.getfixturevalue("eagerly")
+def test_among_other_arrays(make_strategy, engine):
     strategy = make_strategy()
     n = strategy.num_replicas_in_sync
 

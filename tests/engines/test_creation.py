@@ -20,14 +20,6 @@ ON_READ = distrib.VariableSynchronization.ON_READ
 ON_WRITE = distrib.VariableSynchronization.ON_WRITE
 
 
-@pytest.fixture(params=["compiled", "threads"])
-def engine(request):
-    """Run a test under each engine."""
-    distrib.config.run_functions_eagerly(request.param == "threads")
-    yield request.param
-    distrib.config.run_functions_eagerly(False)
-
-
 class Lazy:
     """A model that creates its variable at the first call."""
 

@@ -12,14 +12,6 @@ ON_READ = distrib.VariableSynchronization.ON_READ
 SUM = distrib.VariableAggregation.SUM
 
 
-@pytest.fixture(params=["compiled", "threads"])
-def engine(request):
-    """Run a test under each engine."""
-    distrib.config.run_functions_eagerly(request.param == "threads")
-    yield request.param
-    distrib.config.run_functions_eagerly(False)
-
-
 def made(strategy, value=10.0, **kwargs):
     with strategy.scope():
         return distrib.Variable(value, name="v", **kwargs)

@@ -76,14 +76,6 @@ def rows():
         )
 
 
-@pytest.fixture(params=["compiled", "threads"])
-def engine(request):
-    """Run a test under each engine."""
-    distrib.config.run_functions_eagerly(request.param == "threads")
-    yield request.param
-    distrib.config.run_functions_eagerly(False)
-
-
 def made(strategy, synchronization, aggregation):
     with strategy.scope():
         return distrib.Variable(
@@ -121,7 +113,7 @@ def copies_after(strategy, v, change, context):
     return [float(copy[0]) for copy in v.values]
 
 
-@pytest.mark.parametrize(("name", "count", "modes", "measured"), rows())
+@pytest.mark.parametrize(("name", "count", "modes", "measured"), list(rows()))
 def test_as_measured(name, count, modes, measured, engine):
     strategy = mirrored(count) if name == "Mirrored" else central(count)
     for (change, context), expected in zip(COLUMNS, measured, strict=True):

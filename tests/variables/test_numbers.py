@@ -96,17 +96,6 @@ def test_integers_wrap_around_as_arrays_do():
     assert v.numpy() == -(2**31)
 
 
-def on_each_engine(test):
-    return pytest.mark.parametrize("eager", [False, True], ids=["compiled", "threads"])(test)
-
-
-@pytest.fixture(autouse=True)
-def compiled_afterwards():
-    yield
-    distrib.config.run_functions_eagerly(False)
-
-
-@on_each_engine
 @pytest.mark.parametrize(
     ("synchronization", "aggregation", "copies", "total"),
     [
@@ -117,8 +106,7 @@ def compiled_afterwards():
         ("ON_READ", "ONLY_FIRST_REPLICA", [1, 2], 1),
     ],
 )
-def test_integers_in_replicas(eager, synchronization, aggregation, copies, total):
-    distrib.config.run_functions_eagerly(eager)
+def test_integers_in_replicas(engine, synchronization, aggregation, copies, total):
     v = made(
         7,
         synchronization=distrib.VariableSynchronization[synchronization],
@@ -131,11 +119,9 @@ def test_integers_in_replicas(eager, synchronization, aggregation, copies, total
     assert (v.numpy().tolist(), v.numpy().dtype) == (total, np.int32)
 
 
-@on_each_engine
 @pytest.mark.parametrize("aggregation", ["NONE", "ONLY_FIRST_REPLICA"])
 @pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
-def test_booleans_in_replicas(eager, synchronization, aggregation):
-    distrib.config.run_functions_eagerly(eager)
+def test_booleans_in_replicas(engine, synchronization, aggregation):
     v = made(
         True,
         synchronization=distrib.VariableSynchronization[synchronization],

@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.experimental.sparse import JAXSparse
 from jax.sharding import Mesh
 
 from distrib.collectives import all_gather, concatenated_rows, scaled_rows
 from distrib.context import current_program
 from distrib.errors import AggregationError
-from distrib.platform import uncommitted
+from distrib.platform import is_sparse, uncommitted
 from distrib.platform.mesh import replicated
 from distrib.reduce_op import ReduceOp
 from distrib.values import (
@@ -246,7 +245,7 @@ def refuse_sparse(value: Any) -> None:
     Raises:
       TypeError: saying how to gather it.
     """
-    if isinstance(value, IndexedSlices | JAXSparse):
+    if isinstance(value, IndexedSlices) or is_sparse(value):
         dense = "to_dense()" if isinstance(value, IndexedSlices) else "todense()"
         raise TypeError(
             f"gather got a {type(value).__name__}, whose parts are no rows of one array. Make it "

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.experimental.sparse import JAXSparse
 from jax.sharding import Mesh
 
 from distrib.context import (
@@ -16,7 +15,7 @@ from distrib.context import (
     require_same_strategy,
 )
 from distrib.errors import ContextError, VariableError
-from distrib.platform import Device, device_string
+from distrib.platform import Device, device_string, is_sparse
 from distrib.reduce_op import ReduceOp
 from distrib.strategies.answers import Combiner, Engine, Runner, VariableHome
 from distrib.strategies.destinations import destination_devices, put_on
@@ -285,4 +284,4 @@ class StrategyExtended:
 
 
 def _has_components(leaf: Any) -> bool:
-    return isinstance(leaf, DistributedValues | Variable | IndexedSlices | JAXSparse)
+    return isinstance(leaf, DistributedValues | Variable | IndexedSlices) or is_sparse(leaf)

@@ -36,7 +36,7 @@ from distrib.strategies import (
     train_loop,
 )
 from distrib.train import TrainState
-from distrib.values import DistributedValues, Mirrored, PerReplica
+from distrib.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
 from distrib.variables import Variable, VariableAggregation, VariableSynchronization, is_variable
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "DistributedIterator",
     "DistributedValues",
     "HierarchicalCopyAllReduce",
+    "IndexedSlices",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",

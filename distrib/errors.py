@@ -73,3 +73,11 @@ class NonFiniteError(DistribError, FloatingPointError):
 
 class AggregationError(DistribError, ValueError):
     """A value cannot be combined over the replicas in the way that was asked for."""
+
+
+class SlicesError(DistribError, ValueError):
+    """Rows and indices of an ``IndexedSlices`` do not fit one another, or the table they are of."""
+
+
+class UnsupportedError(DistribError, NotImplementedError):
+    """An operation has no meaning for this kind of variable, or none that is agreed on."""

@@ -63,6 +63,14 @@ def eagerly() -> Iterator[None]:
     distrib.config.run_functions_eagerly(False)
 
 
+@pytest.fixture(params=["compiled", "threads"])
+def engine(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run a test under each engine."""
+    distrib.config.run_functions_eagerly(request.param == "threads")
+    yield request.param
+    distrib.config.run_functions_eagerly(False)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
     """Note for the fixtures of a test whether it failed."""

@@ -31,14 +31,9 @@ AREAS = {
 
 # The cases of these areas that need what is not written yet, and what that is.
 LATER = {
-    "all-reduce-indexed-slices": "IndexedSlices",
-    "batch-reduce-to": "batch_reduce_to",
     "coord-construct": "coordinator",
-    "gather-sparse-error": "sparse",
-    "onread-scatter": "scatter",
     "partitioner-base": "partitioners",
     "var-checkpoint": "checkpoints",
-    "var-created-in-run": "variables that are made inside of run",
 }
 
 

@@ -23,7 +23,8 @@ BUILT_IN = {
     errors.VariableError: ValueError,
     errors.NonFiniteError: FloatingPointError,
     errors.AggregationError: ValueError,
-    errors.NonFiniteError: FloatingPointError,
+    errors.SlicesError: ValueError,
+    errors.UnsupportedError: NotImplementedError,
 }
 
 

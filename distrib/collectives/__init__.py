@@ -27,6 +27,12 @@ from distrib.collectives.options import (
 from distrib.collectives.packing import Packing, map_packed, packing_for, plan_packs
 from distrib.collectives.reduction_to_one_device import ReductionToOneDevice
 from distrib.collectives.ring import RingAllReduce, RingStep, ring_steps
+from distrib.collectives.rows import (
+    all_reduce_rows,
+    all_rows,
+    concatenated_rows,
+    scaled_rows,
+)
 
 __all__ = [
     "ONE_SUM_NAMES",
@@ -49,12 +55,15 @@ __all__ = [
     "all_reduce",
     "all_reduce_with_feedback",
     "as_cross_device_ops",
+    "all_reduce_rows",
+    "all_rows",
     "check_arrays",
     "check_for_gather",
     "check_no_timeout",
     "check_numbers",
     "compression_named",
     "form",
+    "concatenated_rows",
     "from_first_replica",
     "hierarchy",
     "is_one_sum",
@@ -63,4 +72,5 @@ __all__ = [
     "packing_for",
     "plan_packs",
     "ring_steps",
+    "scaled_rows",
 ]

@@ -28,11 +28,24 @@ class ReplicaProgram(Protocol):
         ...
 
     def assign(self, variable: Any, kind: str, value: Any) -> Any:
-        """Record an assignment (``"assign"``, ``"add"`` or ``"sub"``) and return the new value."""
+        """Record a change of a kind, ``"assign"`` for one, and return the new value."""
+        ...
+
+    def created_before(self) -> Any:
+        """Return the variable that another replica created at this point, or None."""
+        ...
+
+    def create(self, variable: Any, value: Any, make_storage: Any) -> Any:
+        """Make ``variable``, which starts from the ``value`` of replica 0; return its storage."""
         ...
 
     def update(self, variables: Any, apply: Any, operand: Any) -> None:
         """Record that ``variables`` become ``apply(old values, operand)`` on every replica."""
+        ...
+
+    @property
+    def copies(self) -> Any:
+        """The copies of variables, to be changed one by one in cross-replica context."""
         ...
 
     def all_reduce(self, op: Any, value: Any, options: Any) -> Any:

@@ -17,9 +17,17 @@ WARN_AT = 5
 
 
 class Entries(dict[Any, Any]):
-    """The compiled steps of one function by signature; a dictionary that takes weak references."""
+    """The compiled steps of one function by signature; a dictionary that takes weak references.
 
-    __slots__ = ("__weakref__",)
+    Attributes:
+      has_created: whether the function has created variables.
+    """
+
+    __slots__ = ("__weakref__", "has_created")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_created = False
 
 
 class _ByIdentity:
@@ -88,6 +96,14 @@ class CompileCache:
         step.watches = [weakref.ref(v, forget) for v in variables]
         step.captures = captures(fn, objects)
         self._count(fn, signature)
+
+    def has_created(self, fn: Callable[..., Any]) -> bool:
+        """Tell whether the function has created variables in a step that got to its end."""
+        return self._entries(fn).has_created
+
+    def remember_created(self, fn: Callable[..., Any]) -> None:
+        """Remember that the function has created variables."""
+        self._entries(fn).has_created = True
 
     def _entries(self, fn: Callable[..., Any]) -> Entries:
         try:

@@ -14,6 +14,7 @@ from distrib.engines import uneven
 from distrib.engines.arguments import Arguments
 from distrib.engines.cache import CompileCache
 from distrib.engines.calls import check_components, check_outside_trace, unjitted
+from distrib.engines.creation import created_again, created_too_late, kept_if_finished
 from distrib.engines.explanation import Explanation, explained, taken
 from distrib.engines.lift import Call, lift
 from distrib.engines.many_steps import (
@@ -24,7 +25,7 @@ from distrib.engines.many_steps import (
     stretches,
     with_step_axis,
 )
-from distrib.engines.nnx_objects import write_back
+from distrib.engines.nnx_objects import NnxState, write_back
 from distrib.engines.placement import UpdatePlacement
 from distrib.engines.refusals import unequal_shapes
 from distrib.engines.run_options import NO_OPTIONS, RunOptions
@@ -127,9 +128,7 @@ class SpmdEngine:
           UnevenReplicasError: if there is none.
         """
         step = self._step(unjitted(fn), Arguments(args, kwargs or {}), NO_OPTIONS, True)
-        if isinstance(step, Uncompiled):
-            raise step.refusal
-        return step.compiled.as_text()
+        return self._only_compiled(step).compiled.as_text()
 
     def _run(
         self, fn: Callable[..., Any], arguments: Arguments, options: RunOptions, in_replica: bool
@@ -148,10 +147,30 @@ class SpmdEngine:
         """Run a step, and put the new state of NNX objects back into them."""
         if isinstance(step, Uncompiled):
             return step.run(self._strategy, self._threads, fn, arguments, in_replica)
+        if step.created:
+            return self._run_first(fn, step, arrays, arguments.nnx)
         if arguments.nnx is None:
             return step(arrays)[0]
         result, changes = step(arrays, arguments.nnx.arrays)
         write_back(arguments.nnx, changes)
+        return result
+
+    def _run_first(
+        self, fn: Callable[..., Any], step: Step, arrays: Sequence[Any], state: NnxState | None
+    ) -> Any:
+        """Run a step that creates variables. The next call is traced anew, with these variables.
+
+        Raises:
+          ContextError: if the function has created variables before.
+        """
+        with kept_if_finished(step.created):
+            if self._cache.has_created(fn):
+                raise created_again(step.created[0].name)
+            result, changes = step(arrays, state.arrays if state else ())
+            jax.block_until_ready([v.storage.cell.array for v in step.created])
+        self._cache.remember_created(fn)
+        if state:
+            write_back(state, changes)
         return result
 
     def explain(
@@ -167,16 +186,27 @@ class SpmdEngine:
         kwargs = kwargs or {}
         arguments = Arguments(args, kwargs)
         step = self._step(unjitted(fn), arguments, NO_OPTIONS, True)
-        if isinstance(step, Uncompiled):
-            raise step.refusal
-        return self._explanation(fn, args, kwargs, arguments, step)
-
-    def _explanation(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, arguments: Arguments, step: Step
-    ) -> Explanation:
+        step = self._only_compiled(step)
         named = leaves_with_paths({"args": tuple(args), "kwargs": kwargs}, is_leaf=is_argument)
         takes = taken([path for path, _ in named], arguments.leaves, arguments.keys)
         return explained(fn, self._mesh, step.use, takes, step.compiled)
+
+    def _only_compiled(self, step: Step | Uncompiled) -> Step:
+        """Return a step that was made to be looked at and not to be run.
+
+        Raises:
+          UnevenReplicasError: if it has no program.
+          ContextError: if it creates variables, which only running it can do.
+        """
+        if isinstance(step, Uncompiled):
+            raise step.refusal
+        with kept_if_finished(step.created):
+            if step.created:
+                raise created_too_late(
+                    step.created[0].name,
+                    "by a step that was looked at before it was run for the first time",
+                )
+        return step
 
     def _step(
         self,
@@ -195,7 +225,8 @@ class SpmdEngine:
             step, variables = self._make(
                 fn, arguments, options, in_replica, check_numerics, stretch
             )
-            self._cache.add(fn, signature, step, variables, arguments.objects)
+            if isinstance(step, Uncompiled) or not step.created:
+                self._cache.add(fn, signature, step, variables, arguments.objects)
         return step
 
     def _make(
@@ -247,18 +278,25 @@ class SpmdEngine:
         step = lifted(forms)
         body = even_body(step, entering, size)
         if stretch is not None and stretch.count > 1:
+            with kept_if_finished(step.created):
+                if step.created:
+                    raise created_too_late(
+                        step.created[0].name,
+                        "by the first of several steps in one call. Run one step alone first",
+                    )
             on_cpu = self._mesh.devices.flat[0].platform == "cpu"
             body = scanned(body, step, stretch, size, on_cpu=on_cpu)
             entering = stretch.arranged(entering)
-        made = Step(
-            step,
-            entering,
-            self._mesh,
-            self._placement,
-            body,
-            even_finish(step, size),
-            out_specs=even_out_specs(step),
-            output_shapes=[form.shape for form in step.jaxpr.out_avals[: step.num_outputs]],
-            xla_options=xla_options,
-        )
+        with kept_if_finished(step.created):
+            made = Step(
+                step,
+                entering,
+                self._mesh,
+                self._placement,
+                body,
+                even_finish(step, size),
+                out_specs=even_out_specs(step),
+                output_shapes=[form.shape for form in step.jaxpr.out_avals[: step.num_outputs]],
+                xla_options=xla_options,
+            )
         return made, step.touched

@@ -12,8 +12,8 @@ import numpy as np
 
 from distrib.context import Frame, entered
 from distrib.engines.calls import unjitted
+from distrib.engines.local_values import local_value
 from distrib.engines.outputs import check_returned, is_array, is_end
-from distrib.engines.program import local_value
 from distrib.engines.signature import is_argument
 from distrib.errors import NestedTraceError
 from distrib.platform.jax_compat import trace_token

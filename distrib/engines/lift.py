@@ -23,7 +23,9 @@ from jax.extend.core import ClosedJaxpr
 from distrib.collectives import CrossDeviceOps
 from distrib.context import Frame, ReplicaContext, entered
 from distrib.engines.captures import found_nnx_objects
+from distrib.engines.creation import created_too_late, kept_if_finished
 from distrib.engines.inlined import InlinedReplicas
+from distrib.engines.local_values import local_value
 from distrib.engines.nnx_objects import (
     NnxState,
     changed,
@@ -33,7 +35,7 @@ from distrib.engines.nnx_objects import (
 )
 from distrib.engines.numerics import Check, Numerics
 from distrib.engines.outputs import Outputs, record_outputs
-from distrib.engines.program import Program, UnknownVariable, Update, local_value
+from distrib.engines.program import Program, UnknownVariable, Update
 from distrib.engines.refusals import nnx_differs
 from distrib.engines.varying import used_inputs, varying_outputs
 from distrib.engines.weights import ExampleWeights
@@ -92,6 +94,7 @@ class Lifted:
       gradients_are: how gradients are combined, as far as the step has shown it.
       checks: what is looked at for values that are not finite; then the last of the outputs is not
         the function's but their counts.
+      created: the variables among ``writes``, or changed by ``updates``, that the trace created.
     """
 
     jaxpr: Any
@@ -104,6 +107,7 @@ class Lifted:
     nnx_changes: tuple[int, ...]
     num_nnx: int
     gradients_are: ReduceOp | None
+    created: tuple[Variable, ...]
     checks: tuple[Check, ...] = ()
 
     @property
@@ -169,29 +173,39 @@ def lift(
       NestedTraceError: if it changes a variable inside of a JAX transformation.
     """
     variables = live_variables(strategy)
-    while True:
-        try:
-            return _trace(
-                strategy,
-                call,
-                variables,
-                num_replicas,
-                ops,
-                deferred,
-                weights,
-                devices,
-                axis_size or num_replicas,
-                check_numerics,
-            )
-        except UnknownVariable as unknown:
-            # A variable of another strategy, or of none. It is an input like the others.
-            variables = [*variables, unknown.variable]
+    created: list[Variable] = []
+    with kept_if_finished(created):
+        while True:
+            try:
+                return _trace(
+                    strategy,
+                    call,
+                    variables,
+                    created,
+                    num_replicas,
+                    ops,
+                    deferred,
+                    weights,
+                    devices,
+                    axis_size or num_replicas,
+                    check_numerics,
+                )
+            except UnknownVariable as unknown:
+                if created:
+                    raise created_too_late(
+                        created[0].name,
+                        f"by a step that goes on to use {unknown.variable.name!r} of another "
+                        "strategy",
+                    ) from None
+                # A variable of another strategy, or of none. It is an input like the others.
+                variables = [*variables, unknown.variable]
 
 
 def _trace(
     strategy: Any,
     call: Call,
     variables: list[Variable],
+    created: list[Variable],
     num_replicas: int,
     ops: CrossDeviceOps,
     deferred: bool,
@@ -216,6 +230,7 @@ def _trace(
             num_replicas,
             ops,
             inputs,
+            created,
             deferred=deferred,
             weights=weights,
             numerics=numerics,
@@ -296,6 +311,7 @@ def _trace(
         num_nnx=num_nnx,
         gradients_are=program.gradients_are,
         checks=trace.checks,
+        created=tuple(created),
     )
 
 

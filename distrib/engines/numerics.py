@@ -22,7 +22,7 @@ import numpy as np
 from distrib.engines.signature import is_argument
 from distrib.errors import NonFiniteError
 from distrib.platform import leaves_with_paths, trace_token, user_location
-from distrib.values import DistributedValues
+from distrib.values import DistributedValues, is_slices
 from distrib.variables import Variable
 
 MOST_LINES = 10
@@ -88,7 +88,7 @@ class Numerics:
           tree: the operand.
           names: a name for each leaf, if that says more than its path in the operation.
         """
-        found = leaves_with_paths(tree)
+        found = leaves_with_paths(tree, is_leaf=is_slices)
         shown = names or [_at(what, path) for path, _ in found]
         line = _users_line()
         for name, (_, leaf) in zip(shown, found, strict=True):
@@ -135,6 +135,8 @@ class Numerics:
             return
         if isinstance(value, DistributedValues):
             value = self._local(value)
+        if is_slices(value):
+            value = value.values
         dtype = getattr(value, "dtype", None)
         # A value of an inner transformation, such as the body of a loop, cannot leave it.
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact) or trace_token() != self._token:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distrib.engines.program import local_value
+from distrib.engines.local_values import local_value
 from distrib.errors import OutputError
 from distrib.platform.pytree_paths import leaves_with_paths
 from distrib.values import DistributedValues, PerReplica

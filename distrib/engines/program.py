@@ -13,18 +13,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from distrib.collectives import (
     CrossDeviceOps,
     algorithm_for,
     all_gather,
     all_reduce,
+    all_reduce_rows,
     all_reduce_with_feedback,
+    all_rows,
     check_for_gather,
     check_no_timeout,
     from_first_replica,
 )
 from distrib.context import Frame, current_frame, entered
+from distrib.engines.copies import TracedCopies
+from distrib.engines.creation import created_in_transformation, created_too_late
+from distrib.engines.local_values import as_per_replica, local_tree
 from distrib.engines.numerics import Numerics
 from distrib.engines.refusals import (
     changed_in_transformation,
@@ -38,8 +44,15 @@ from distrib.engines.weights import ExampleWeights
 from distrib.errors import AggregationError, ContextError
 from distrib.platform.jax_compat import trace_token
 from distrib.reduce_op import ReduceOp
-from distrib.values import DistributedValues, Mirrored, PerReplica
-from distrib.variables import Variable, VariableAggregation, VariableSynchronization
+from distrib.values import IndexedSlices, is_slices, map_apart
+from distrib.variables import (
+    ADDING_SCATTERS,
+    Storage,
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    combined,
+)
 
 Apply = Callable[[list[jax.Array], Any], Sequence[jax.Array]]
 
@@ -102,6 +115,7 @@ class Program:
       num_replicas: how many replicas run the program.
       ops: how values are added over them.
       inputs: the variables that are inputs, by ``id``, with their traced values.
+      created: filled with the variables that the step creates.
       deferred: whether updates are applied outside the program, on the device of the variables.
       weights: the examples of each replica, where they differ; None where all have equally many.
       numerics: looks at values that must be finite; None where that is not asked for.
@@ -113,6 +127,7 @@ class Program:
         num_replicas: int,
         ops: CrossDeviceOps,
         inputs: dict[int, tuple[Variable, Any]],
+        created: list[Variable],
         *,
         deferred: bool,
         weights: ExampleWeights | None = None,
@@ -130,12 +145,45 @@ class Program:
         self.before: dict[int, tuple[Variable, Any]] = {}
         self.writes: dict[int, Variable] = {}
         self.updates: list[Update] = []
+        self.created = created
         self._combined_by: ReduceOp | None = None
         self._counts_examples = False
         # How a program that begins in cross-replica context calls its replicas.
         self.replicas: Callable[..., Any] | None = None
 
     # Variables.
+
+    def created_before(self) -> None:
+        """Return None: one traced function creates a variable for all replicas."""
+        return None
+
+    def create(
+        self, variable: Variable, value: jax.Array, make_storage: Callable[[Any], Storage]
+    ) -> Storage:
+        """Make a variable, whose value when the step is over is the first that is stored.
+
+        Until then its storage holds zeros, which the step overwrites.
+
+        Raises:
+          NestedTraceError: inside a JAX transformation.
+          ContextError: if the replicas have batches of unequal sizes.
+        """
+        if trace_token() != self._token:
+            raise created_in_transformation(variable)
+        if self._weights is not None:
+            raise created_too_late(
+                variable.name, "in a step whose replicas have batches of unequal sizes"
+            )
+        if not isinstance(value.dtype, np.dtype):
+            raise created_too_late(variable.name, f"with the dtype {value.dtype}")
+        with jax.ensure_compile_time_eval():
+            variable.storage = make_storage(np.zeros(value.shape, value.dtype))
+        self.created.append(variable)
+        if self._size > 1 and current_frame().replica is not None:
+            value = from_first_replica(value)
+        self._set(variable, value)
+        self.update([variable], lambda olds, x: [x], value)
+        return variable.storage
 
     def read(self, variable: Variable) -> jax.Array:
         """Return the value of ``variable`` at this point, aggregated in cross-replica context."""
@@ -164,15 +212,16 @@ class Program:
         """Record an assignment and return the new value as this replica sees it."""
         self._check_writable(variable)
         cross = current_frame().replica is None
-        if isinstance(value, DistributedValues):
-            value = local_value(value)
+        value = local_tree(value)
         if variable.storage.per_replica:
             if cross:
                 value = share_of_total(variable, kind, value, self._size)
             new = combined(kind, self._own(variable), variable.fitted(value))
             self._set(variable, new)
             return self.read(variable)
-        if not cross:
+        if not cross and is_slices(value):
+            value = self._rows_of_all(variable, kind, variable.fitted(value))
+        elif not cross:
             value = self._aggregate(variable, value)
         operand = variable.fitted(value)
         self.update([variable], lambda olds, x: [combined(kind, olds[0], x)], operand)
@@ -193,8 +242,13 @@ class Program:
             for variable, new in zip(variables, news, strict=True):
                 self._set(variable, new)
 
+    @property
+    def copies(self) -> TracedCopies:
+        """The copies of variables, for ``extended.update``."""
+        return TracedCopies(self, self._size, one_copy=self._deferred)
+
     def final_value(self, variable: Variable) -> jax.Array:
-        """Return what ``variable`` holds at the end of the program."""
+        """Return what this replica's copy of ``variable`` holds now, in the end the new value."""
         return self._own(variable)
 
     def _set(self, variable: Variable, value: Any) -> None:
@@ -227,21 +281,50 @@ class Program:
             self._numerics.brought(f"what is assigned to variable {variable.name}", value)
         return self._reduce(ReduceOp.parse(aggregation.name), value, None)
 
+    def _rows_of_all(self, variable: Variable, kind: str, rows: IndexedSlices) -> IndexedSlices:
+        """Return the rows that a scatter applies, of those that the replicas bring."""
+        aggregation = variable.aggregation
+        if not self._deferred:
+            if self._size == 1 or aggregation is VariableAggregation.NONE:
+                return rows
+            if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+                return jax.tree.map(from_first_replica, rows)
+        op = ReduceOp.SUM if self._deferred else ReduceOp.parse(aggregation.name)
+        return self._all_reduce_rows(op, rows, merge=kind in ADDING_SCATTERS)
+
     # The meeting of the replicas.
 
     def all_reduce(self, op: ReduceOp, value: Any, options: Any) -> Any:
         """Reduce a tree over the replicas."""
         if self._numerics is not None:
             self._numerics.combined(f"the operand of all_reduce({op.name})", value)
-        return self._reduce(op, value, options)
+        return map_apart(
+            value,
+            lambda arrays: self._reduce(op, arrays, options),
+            lambda slices: self._all_reduce_rows(op, slices),
+        )
 
-    def _reduce(self, op: ReduceOp, value: Any, options: Any) -> Any:
+    def _reduce(self, op: ReduceOp, value: Any, options: Any = None) -> Any:
         # With uneven replicas a division by their number marks jax.lax.pmean, which then weights
         # them; all_reduce is tf.distribute's and does not, so it multiplies.
         scale = None if self._weights is None else 1.0 / self._size
         check_no_timeout(options, "a compiled step")
         ops = algorithm_for(self._ops, options)
         return all_reduce(op, value, num_replicas=self._size, ops=ops, options=options, scale=scale)
+
+    def _all_reduce_rows(
+        self, op: ReduceOp, slices: IndexedSlices, merge: bool = True
+    ) -> IndexedSlices:
+        if self._weights is not None and merge:
+            # Replicas of unequal shapes bring unequally many rows, which cannot be gathered.
+            return all_rows(self._reduce(op, slices.to_dense()))
+        return all_reduce_rows(
+            op,
+            slices,
+            num_replicas=self._size,
+            gather=lambda tree: all_gather(tree, 0),
+            merge=merge,
+        )
 
     def all_gather(self, value: Any, axis: int, options: Any) -> Any:
         """Concatenate a tree over the replicas."""
@@ -261,14 +344,10 @@ class Program:
                 "strategy that the merge function was given."
             )
         if self._size > 1:
-            args, kwargs = jax.tree.map(_as_per_replica, (args, kwargs), is_leaf=_is_distributed)
+            args, kwargs = as_per_replica((args, kwargs))
         with entered(Frame(self._strategy, None, self)):
             result = merge_fn(self._strategy, *args, **kwargs)
-        return jax.tree.map(
-            lambda leaf: local_value(leaf) if isinstance(leaf, DistributedValues) else leaf,
-            result,
-            is_leaf=_is_distributed,
-        )
+        return local_tree(result)
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call ``fn`` in the replicas of this program.
@@ -326,10 +405,14 @@ class Program:
             self._numerics.combined(f"what is combined ({op.name})", value, names)
         if self._size == 1:
             return value
-        if self._weights is None:
-            return all_reduce(op, value, num_replicas=self._size, ops=self._ops)
-        value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
-        return all_reduce(ReduceOp.SUM, value, num_replicas=self._size, ops=self._ops)
+        if self._weights is not None:
+            value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
+            op = ReduceOp.SUM
+        return map_apart(
+            value,
+            lambda arrays: all_reduce(op, arrays, num_replicas=self._size, ops=self._ops),
+            lambda slices: self._all_reduce_rows(op, slices),
+        )
 
     @property
     def gradients_are(self) -> ReduceOp | None:
@@ -341,13 +424,6 @@ class Program:
         if self._combined_by is not None:
             return self._combined_by
         return ReduceOp.SUM if self._counts_examples else None
-
-
-def combined(kind: str, old: jax.Array, value: jax.Array) -> jax.Array:
-    """Return the value after an assignment of that kind."""
-    if kind == "assign":
-        return value
-    return old + value if kind == "add" else old - value
 
 
 def share_of_total(variable: Variable, kind: str, value: Any, num_replicas: int) -> Any:
@@ -365,23 +441,3 @@ def share_of_total(variable: Variable, kind: str, value: Any, num_replicas: int)
         shared = jnp.asarray(value) / num_replicas
         return shared if jnp.issubdtype(variable.dtype, jnp.inexact) else jnp.trunc(shared)
     return value
-
-
-def local_value(value: DistributedValues) -> Any:
-    """Return what this replica holds of a distributed value in a traced step."""
-    if isinstance(value, PerReplica) and value.local is not None:
-        return value.local
-    if isinstance(value, Mirrored):
-        return value.values[0]
-    raise ContextError(
-        f"A {type(value).__name__} was used inside a step without being passed to it. A step sees "
-        "its arguments: pass the value in args= or kwargs= of strategy.run."
-    )
-
-
-def _is_distributed(leaf: Any) -> bool:
-    return isinstance(leaf, DistributedValues | Variable)
-
-
-def _as_per_replica(leaf: Any) -> Any:
-    return PerReplica.from_local(leaf) if isinstance(leaf, jax.Array) else leaf

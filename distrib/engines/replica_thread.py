@@ -9,14 +9,19 @@ import jax
 from jax.core import Tracer
 
 from distrib.collectives import (
+    all_reduce_rows,
     check_arrays,
     check_for_gather,
     check_numbers,
+    concatenated_rows,
     form,
+    scaled_rows,
 )
 from distrib.context import current_frame
+from distrib.engines.copies import EagerCopies
+from distrib.engines.creation import created_in_transformation
 from distrib.engines.numerics import Numerics
-from distrib.engines.program import Apply, Update, applied, combined, share_of_total
+from distrib.engines.program import Apply, Update, applied, share_of_total
 from distrib.engines.refusals import (
     changed_in_transformation,
     merged_in_transformation,
@@ -28,15 +33,24 @@ from distrib.engines.refusals import (
 from distrib.engines.step_values import StepValues
 from distrib.engines.turns import Request, Turn
 from distrib.engines.weights import ExampleWeights
-from distrib.errors import AggregationError, ContextError, NestedTraceError
+from distrib.errors import AggregationError, ContextError, MeetingError, NestedTraceError
 from distrib.platform import trace_token
 from distrib.reduce_op import ReduceOp
-from distrib.values import DistributedValues
+from distrib.values import (
+    IndexedSlices,
+    is_slices,
+    map_apart,
+    select_replica,
+)
 from distrib.variables import (
+    ADDING_SCATTERS,
+    Storage,
     Variable,
     VariableAggregation,
     VariableSynchronization,
+    change_name,
     check_not_jitted,
+    combined,
 )
 
 
@@ -63,6 +77,7 @@ class ReplicaThread:
         self._numerics = numerics
         self._size = len(values.devices)
         self._token = trace_token()
+        self._created = 0
 
     @property
     def _replica(self) -> int:
@@ -93,6 +108,37 @@ class ReplicaThread:
 
     # Variables.
 
+    def created_before(self) -> Variable | None:
+        """Return the variable that replica 0 created where this one creates its next.
+
+        Raises:
+          MeetingError: if replica 0 has created no such variable.
+        """
+        if self._turn is None or current_frame().replica is None or self._replica == 0:
+            return None
+        created = self._values.created
+        if self._created == len(created):
+            raise MeetingError(
+                f"Replica {self._replica} creates a variable that replica 0 does not: a variable "
+                "starts from the value that replica 0 gives it."
+            )
+        self._created += 1
+        return created[self._created - 1]
+
+    def create(
+        self, variable: Variable, value: jax.Array, make_storage: Callable[[Any], Storage]
+    ) -> Storage:
+        """Make a variable from replica 0's value, at once.
+
+        Raises:
+          NestedTraceError: inside a JAX transformation.
+        """
+        if trace_token() != self._token:
+            raise created_in_transformation(variable)
+        if current_frame().replica is not None:
+            self._values.created.append(variable)
+        return make_storage(value)
+
     def read(self, variable: Variable) -> jax.Array:
         """Return this replica's value; in cross-replica context the aggregate.
 
@@ -109,16 +155,14 @@ class ReplicaThread:
         self._check_writable(variable)
         if current_frame().replica is None:
             return self._assign_everywhere(variable, kind, value)
-        if isinstance(value, DistributedValues):
-            value = value.values[self._replica]
-        one_copy = len(variable.storage.components()) < self._size
+        value = select_replica(value, self._replica)
+        one_copy = variable.storage.num_copies < self._size
         alone = variable.storage.per_replica or self._size == 1
         if alone or (not one_copy and variable.aggregation is VariableAggregation.NONE):
             old = self._values.get(variable, self._replica)
             self._values.set(variable, self._replica, combined(kind, old, variable.fitted(value)))
         else:
-            name = "assign" if kind == "assign" else f"assign_{kind}"
-            shown = f"{name} of variable {variable.name!r}"
+            shown = f"{change_name(kind)} of variable {variable.name!r}"
             means = variable.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA
             if self._numerics is not None and means:
                 self._numerics.brought(f"what is assigned to variable {variable.name}", value)
@@ -126,8 +170,8 @@ class ReplicaThread:
         return self._values.get(variable, self._replica)
 
     def _assign_everywhere(self, variable: Variable, kind: str, value: Any) -> Any:
-        parts = value.values if isinstance(value, DistributedValues) else [value] * self._size
-        for replica, part in enumerate(parts):
+        for replica in range(self._size):
+            part = select_replica(value, replica)
             if variable.storage.per_replica:
                 part = share_of_total(variable, kind, part, self._size)
             old = self._values.get(variable, replica)
@@ -140,6 +184,11 @@ class ReplicaThread:
             raise changed_in_transformation(variable)
         if variable.distribute_strategy is not self._values.strategy:
             raise of_another_strategy(variable, self._values.strategy)
+
+    @property
+    def copies(self) -> EagerCopies:
+        """The copies of variables, for ``extended.update``."""
+        return EagerCopies(self._values)
 
     def update(self, variables: Sequence[Variable], apply: Apply, operand: Any) -> None:
         """Apply an update once and give every replica its results."""
@@ -155,6 +204,24 @@ class ReplicaThread:
 
     def all_reduce(self, op: ReduceOp, value: Any, options: Any) -> Any:
         """Reduce a tree over the replicas; the gradient is the same reduction."""
+        return map_apart(
+            value,
+            lambda arrays: self._all_reduce_arrays(op, arrays, options),
+            lambda slices: self._all_reduce_rows(op, slices),
+        )
+
+    def _all_reduce_rows(
+        self, op: ReduceOp, slices: IndexedSlices, merge: bool = True
+    ) -> IndexedSlices:
+        return all_reduce_rows(
+            op,
+            slices,
+            num_replicas=self._size,
+            gather=lambda tree: self.all_gather(tree, 0, None),
+            merge=merge,
+        )
+
+    def _all_reduce_arrays(self, op: ReduceOp, value: Any, options: Any = None) -> Any:
         timeout = None if options is None else options.timeout_seconds
         treedef = jax.tree.structure(value)
         shown = f"all_reduce({op.name})"
@@ -239,6 +306,13 @@ class ReplicaThread:
         if self._weights is not None:
             value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
             op = ReduceOp.SUM
+        return map_apart(
+            value,
+            lambda arrays: self._combine_arrays(op, arrays, aggregation),
+            lambda slices: self._all_reduce_rows(op, slices),
+        )
+
+    def _combine_arrays(self, op: ReduceOp, value: Any, aggregation: str) -> Any:
         leaves, treedef = jax.tree.flatten(value)
         shown = f"the combination ({aggregation}) of gradients or statistics"
         return jax.tree.unflatten(
@@ -311,6 +385,10 @@ def assign_aggregated(values: StepValues, requests: Sequence[Request]) -> None:
     variable, kind, first = requests[0].payload
     parts = [request.payload[2] for request in requests]
     aggregation = variable.aggregation
+    if is_slices(first):
+        value = _rows_of_all(values, variable, kind, parts)
+        values.set_all(variable, combined(kind, values.get(variable, 0), values.here(value, 0)))
+        return
     if aggregation is VariableAggregation.NONE:
         raise without_aggregation(variable)
     on_read = variable.synchronization is VariableSynchronization.ON_READ
@@ -325,3 +403,18 @@ def assign_aggregated(values: StepValues, requests: Sequence[Request]) -> None:
         value = values.reduced(ReduceOp.parse(aggregation.name), parts)
     operand = values.here(variable.fitted(value), 0)
     values.set_all(variable, combined(kind, values.get(variable, 0), operand))
+
+
+def _rows_of_all(
+    values: StepValues, variable: Variable, kind: str, parts: Sequence[Any]
+) -> IndexedSlices:
+    """Return the rows that a scatter applies, of those that the replicas bring."""
+    fitted = [values.here(variable.fitted(part), 0) for part in parts]
+    one_copy = variable.storage.num_copies < len(parts)
+    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA and not one_copy:
+        return fitted[0]
+    op = ReduceOp.SUM if one_copy else ReduceOp.parse(variable.aggregation.name)
+    fitted = [scaled_rows(op, part, len(parts)) for part in fitted]
+    if kind in ADDING_SCATTERS:
+        fitted = [part.merged() for part in fitted]
+    return concatenated_rows(fitted)

@@ -120,6 +120,7 @@ class Step:
         self._nnx_changes = lifted.nnx_changes
         operands = lifted.jaxpr.out_avals[lifted.num_outputs + len(lifted.nnx_changes) :]
         self._apply = placement.applier(lifted.updates, operands)
+        self.created = lifted.created
         # Filled by the cache: what ends the life of this step.
         self.watches: list[Any] = []
         self.captures: list[Any] = []

@@ -29,6 +29,7 @@ class StepValues:
         self._components: dict[int, tuple[Variable, list[jax.Array]]] = {}
         self._before: dict[int, list[jax.Array]] = {}
         self._changed: dict[int, Variable] = {}
+        self.created: list[Variable] = []
 
     def get(self, variable: Variable, replica: int) -> jax.Array:
         """Return the component of a replica."""
@@ -45,11 +46,12 @@ class StepValues:
             self._before[id(variable)] = list(found)
         return self._components[id(variable)][1]
 
-    def here(self, value: Any, replica: int) -> jax.Array:
-        """Return an array on the device of a replica, which takes what is computed with it there.
+    def here(self, value: Any, replica: int) -> Any:
+        """Return an array, or a tree of them, on the device of a replica.
 
-        It is committed to the device. `jax.default_device` would bring what a replica makes from
-        nothing there as well, but JAX then traces a jitted function anew for every device.
+        It is committed to the device, so that what is computed with it is computed there.
+        `jax.default_device` would bring what a replica makes from nothing there as well, but JAX
+        then traces a jitted function anew for every device.
         """
         return jax.device_put(value, self.devices[replica])
 

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from distrib.values import map_apart
+
 
 @dataclass(frozen=True)
 class ExampleWeights:
@@ -37,13 +39,16 @@ class ExampleWeights:
         A replica without examples adds zero to a mean, whatever the mean over its nothing came to.
         To a sum it adds what it has, the share of a regularisation loss for one, less any NaN.
         """
+        return map_apart(
+            tree,
+            lambda arrays: jax.tree.map(lambda x: self._applied(x, mean), arrays),
+            lambda slices: slices.with_values(self._applied(slices.values, mean)),
+        )
+
+    def _applied(self, x: Any, mean: bool) -> Any:
         if not mean and self.takes_part:
-            if self.mine:
-                return tree
-            return jax.tree.map(lambda x: jnp.where(jnp.isnan(x), 0, x), tree)
-        if self.mine == 0:
-            return jax.tree.map(jnp.zeros_like, tree)
-        return jax.tree.map(lambda x: x * jnp.asarray(self.share, x.dtype), tree)
+            return x if self.mine else jnp.where(jnp.isnan(x), 0, x)
+        return x * jnp.asarray(self.share, x.dtype) if self.mine else jnp.zeros_like(x)
 
 
 def examples_of(arguments: Iterable[Sequence[tuple[int, ...]]]) -> list[int] | None:

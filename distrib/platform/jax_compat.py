@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -244,6 +245,19 @@ def bind_equation(equation: Any, values: list[Any]) -> list[Any]:
     with equation.ctx.manager:
         results = equation.primitive.bind(*values, **parameters)
     return list(results) if equation.primitive.multiple_results else [results]
+
+
+def is_sparse(value: Any) -> bool:
+    """Return whether ``value`` is an array of ``jax.experimental.sparse``.
+
+    That module takes a third of a second to import, and whoever has such an array has imported it.
+
+    >>> from jax.experimental.sparse import BCOO
+    >>> is_sparse(BCOO.fromdense(jnp.eye(2))), is_sparse(jnp.eye(2))
+    (True, False)
+    """
+    sparse = sys.modules.get("jax.experimental.sparse")
+    return sparse is not None and isinstance(value, sparse.JAXSparse)
 
 
 def put_pieces(

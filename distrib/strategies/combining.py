@@ -21,12 +21,22 @@ from distrib.collectives import (
     all_gather,
     all_reduce,
     check_no_timeout,
+    concatenated_rows,
+    scaled_rows,
 )
 from distrib.context import current_program
 from distrib.errors import AggregationError
-from distrib.platform import REPLICA_AXIS, uncommitted
+from distrib.platform import REPLICA_AXIS, is_sparse, uncommitted
 from distrib.reduce_op import ReduceOp
-from distrib.values import DistributedValues, Layout, Mirrored, PerReplica, local_shards
+from distrib.values import (
+    DistributedValues,
+    IndexedSlices,
+    Layout,
+    Mirrored,
+    PerReplica,
+    is_distributed,
+    local_shards,
+)
 from distrib.variables import Variable
 
 Options = CommunicationOptions | None
@@ -60,6 +70,8 @@ class MeshCombiner:
         check_no_timeout(options, "a reduction in cross-replica context")
         if isinstance(value, Variable):
             value = self._of_variable(value)
+        if isinstance(value, IndexedSlices):
+            return self._reduce_slices(op, value, axis)
         if isinstance(value, PerReplica) and value.layout is Layout.LOCAL:
             return _reduce_in_program(op, value.local, axis, options)
         if isinstance(value, PerReplica) and self._is_here(value.whole):
@@ -114,6 +126,23 @@ class MeshCombiner:
         )
         return self._reducers.setdefault(key, jax.jit(mapped))
 
+    def _reduce_slices(self, op: ReduceOp, slices: IndexedSlices, axis: Any) -> Any:
+        values, indices = slices.values, slices.indices
+        if not isinstance(values, PerReplica) or not isinstance(indices, PerReplica):
+            return reduce_same(op, slices, axis, self.num_replicas)
+        if values.layout is Layout.LOCAL:
+            local = IndexedSlices(values.local, indices.local, slices.dense_shape)
+            if axis is not None:
+                return _reduce_in_program(op, local.to_dense(), axis, None)
+            return _reduce_in_program(op, local, None, None)
+        parts = [
+            IndexedSlices(self._brought(v), self._brought(i), slices.dense_shape)
+            for v, i in zip(values.values, indices.values, strict=True)
+        ]
+        if axis is not None:
+            return reduce_components(op, [part.to_dense() for part in parts], axis)
+        return concatenated_rows([scaled_rows(op, part, len(parts)) for part in parts])
+
     def _of_variable(self, variable: Variable) -> Any:
         if variable.storage.per_replica and current_program() is None:
             return PerReplica(variable.values)
@@ -132,8 +161,10 @@ class MeshCombiner:
         """Concatenate one value over the replicas, in their order.
 
         Raises:
-          ValueError: if a component has no such axis.
+          AggregationError: if a component has no such axis.
+          TypeError: for sparse values.
         """
+        refuse_sparse(value)
         if isinstance(value, Variable):
             value = self._of_variable(value)
         if isinstance(value, PerReplica) and value.layout is Layout.LOCAL:
@@ -156,10 +187,13 @@ class SingleCombiner:
 
     def gather(self, value: Any, axis: int) -> Any:
         """Return the value, checked for the axis."""
+        refuse_sparse(value)
         return concatenated([_only_component(value)], axis)
 
 
 def _only_component(value: Any) -> Any:
+    if isinstance(value, IndexedSlices):
+        return jax.tree.map(_only_component, value, is_leaf=is_distributed)
     if isinstance(value, Variable):
         return value.value()
     if isinstance(value, PerReplica) and value.layout is Layout.LOCAL:
@@ -191,6 +225,8 @@ def _reduce_in_program(op: ReduceOp, local: Any, axis: Any, options: Options) ->
     program = current_program()
     if program is None:
         raise AggregationError("A traced per-replica value left the step that it belongs to.")
+    if isinstance(local, IndexedSlices):
+        return program.all_reduce(op, local, None)
     axes = _axes(_frozen(axis), local.ndim)
     total = local.sum(axes, dtype=local.dtype) if axes else local
     if op is ReduceOp.SUM or not axes:
@@ -266,6 +302,20 @@ def reduce_same(op: ReduceOp, value: Any, axis: Any, num_replicas: int) -> Any:
         f"it is one value for all {num_replicas} replicas. Use ReduceOp.MEAN for the value itself, "
         "or return it from strategy.run."
     )
+
+
+def refuse_sparse(value: Any) -> None:
+    """Raise if a value to be gathered is sparse.
+
+    Raises:
+      TypeError: saying how to gather it.
+    """
+    if isinstance(value, IndexedSlices) or is_sparse(value):
+        dense = "to_dense()" if isinstance(value, IndexedSlices) else "todense()"
+        raise TypeError(
+            f"gather got a {type(value).__name__}, whose parts are no rows of one array. Make it "
+            f"dense in the replica, with x.{dense}, or gather its arrays one by one."
+        )
 
 
 def concatenated(parts: Sequence[Any], axis: int) -> jax.Array:

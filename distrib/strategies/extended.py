@@ -11,18 +11,26 @@ from jax.sharding import Mesh
 
 from distrib.collectives import CommunicationOptions, CrossDeviceOps
 from distrib.context import (
-    current_program,
+    current_frame,
     require_cross_replica_context,
     require_same_strategy,
 )
 from distrib.engines.explanation import Explanation
 from distrib.errors import ContextError, VariableError
-from distrib.platform import Device, device_string, ends_with_users_line
+from distrib.platform import Device, device_string, ends_with_users_line, is_sparse
 from distrib.reduce_op import ReduceOp
 from distrib.strategies.answers import Combiner, Engine, Runner, VariableHome
+from distrib.strategies.destinations import destination_devices, put_on
 from distrib.strategies.mirroring import assert_mirrored
-from distrib.values import DistributedValues
-from distrib.variables import Storage, Variable, VariableAggregation, VariableSynchronization
+from distrib.strategies.updating import update
+from distrib.values import DistributedValues, IndexedSlices
+from distrib.variables import (
+    Storage,
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    owner_of,
+)
 
 
 class StrategyExtended:
@@ -87,13 +95,8 @@ class StrategyExtended:
         """Make the place for the value of a new variable.
 
         Raises:
-          ContextError: inside a step, where a variable would be made anew at each compilation.
+          ContextError: in the scope of another strategy.
         """
-        if current_program() is not None:
-            raise ContextError(
-                f"Variable {name!r} was created inside strategy.run. A step is compiled once and "
-                "run many times: create its variables before, inside `with strategy.scope():`."
-            )
         self.check_scope()
         return self._home.create_storage(value, synchronization, aggregation, name)
 
@@ -108,6 +111,11 @@ class StrategyExtended:
     def lives_on(self, mesh: Mesh) -> bool:
         """Tell whether a program on ``mesh`` can take this strategy's variables as they are."""
         return self._home.lives_on(mesh)
+
+    @property
+    def variable_devices(self) -> tuple[Device, ...]:
+        """The devices of the copies of a variable; none where JAX chooses."""
+        return self._home.devices
 
     def device_of(self, variable: Variable) -> str:
         """Return the device string of the first copy of ``variable``."""
@@ -127,49 +135,115 @@ class StrategyExtended:
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Call ``fn(var, *args, **kwargs)`` where all copies of ``var`` can be changed at once.
+        """Call ``fn(copy, *args, **kwargs)`` for each copy of ``var``, on its device.
 
-        Cross-replica context, for one in a merge function.
+        Cross-replica context; in a replica the replicas meet for it, as in ``merge_call``. In a
+        compiled step one traced call stands for all copies.
 
         Args:
           var: a variable of this strategy.
-          fn: changes its first argument, ``lambda v, x: v.assign_sub(x)`` for one.
-          args: further arguments; in a merge function per-replica values are given as the array of
-            the replica.
+          fn: called with a copy, which it may read and assign to, ``lambda v, x: v.assign_sub(x)``
+            for one, and with what belongs to that copy of each further argument.
+          args: further arguments: distributed values, variables, and what is the same for all.
           kwargs: the same by name.
-          group: if False, return what ``fn`` returned as a tuple.
+          group: whether to return distributed values, and not tuples.
+
+        Returns:
+          The tree that ``fn`` returned, with a distributed value in place of each array; if
+          ``group`` is False, with a tuple of what the calls returned in its place. A constant that
+          all calls return stands once.
 
         Raises:
-          ContextError: if ``var`` belongs to another strategy.
+          ContextError: if ``var`` belongs to another strategy, or another one is current.
+          VariableError: if ``var`` is no variable.
         """
+        if not isinstance(var, Variable):
+            raise VariableError(f"You can not update `var` {var!r}. It must be a distrib.Variable.")
         if not self.variable_created_in_scope(var):
             raise ContextError(
                 f"Variable {var.name!r} belongs to {var.distribute_strategy!r}, not to "
                 f"{self._strategy!r}."
             )
-        result = fn(var, *args, **(kwargs or {}))
-        return result if group else (result,)
+        require_same_strategy(self._strategy)
+        frame = current_frame()
+        if frame.replica is not None and frame.program is not None:
+            return frame.replica.merge_call(
+                lambda _, *merged, **named: self.update(var, fn, merged, named, group),
+                args,
+                kwargs,
+            )
+        return update(var, fn, args, kwargs or {}, group, self._home.devices)
+
+    def value_container(self, value: Any) -> Any:
+        """Return the variable that ``value`` is a copy of; any other value as it is.
+
+        Args:
+          value: what ``update`` gave its function, or one of a variable's :attr:`values`.
+        """
+        owner = owner_of(value)
+        return value if owner is None else owner
 
     def reduce_to(
         self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None
     ) -> Any:
-        """Reduce ``value`` over the replicas.
-
-        JAX moves a result to where it is used, so ``destinations`` only says for whom it is meant.
+        """Reduce ``value`` over the replicas, and put the result where ``destinations`` lives.
 
         Args:
           reduce_op: ``ReduceOp`` or its name.
           value: a pytree of per-replica values.
-          destinations: for whom the result is meant.
+          destinations: a variable, for a copy where each of its copies is; a distributed value, for
+            one on each replica; a device string; or an array, for its device.
           options: a :class:`distrib.experimental.CommunicationOptions`, or None.
+
+        Returns:
+          A pytree of :class:`distrib.Mirrored`; of arrays if it is for one device, and in a
+          compiled step.
 
         Raises:
           ContextError: in replica context.
+          ValueError: if ``destinations`` is none of these.
+          DeviceError: if there is no such device.
         """
+        self._require_cross_replica("reduce_to")
+        devices = destination_devices(destinations, self._devices)
+        reduced = self.reduce_tree(ReduceOp.parse(reduce_op), value, None, options)
+        return jax.tree.map(lambda x: put_on(x, devices), reduced)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: Any = None,
+    ) -> list[Any]:
+        """Reduce several values, each to its destination, as :meth:`reduce_to`.
+
+        As in tf.distribute a value for one device is a :class:`distrib.Mirrored` here too, if
+        variables have several copies: all of its copies are on that device.
+
+        Args:
+          reduce_op: ``ReduceOp`` or its name.
+          value_destination_pairs: pairs of a value and a destination.
+          options: a :class:`distrib.experimental.CommunicationOptions`, or None.
+
+        Returns:
+          A list of results in the order of the pairs.
+        """
+        self._require_cross_replica("batch_reduce_to")
+        op = ReduceOp.parse(reduce_op)
+        num_copies = len(self._home.devices)
+        results = []
+        for value, destinations in value_destination_pairs:
+            devices = destination_devices(destinations, self._devices)
+            if len(devices) == 1 < num_copies:
+                devices *= num_copies
+            reduced = self.reduce_tree(op, value, None, options)
+            results.append(jax.tree.map(lambda x: put_on(x, devices), reduced))  # noqa: B023
+        return results
+
+    def _require_cross_replica(self, what: str) -> None:
         require_cross_replica_context(
-            self._strategy, "reduce_to", "use get_replica_context().merge_call()"
+            self._strategy, what, "use get_replica_context().merge_call()"
         )
-        return self.reduce_tree(ReduceOp.parse(reduce_op), value, None, options)
 
     def reduce_tree(
         self, op: ReduceOp, tree: Any, axis: Any, options: CommunicationOptions | None = None
@@ -237,4 +311,4 @@ class StrategyExtended:
 
 
 def _has_components(leaf: Any) -> bool:
-    return isinstance(leaf, DistributedValues | Variable)
+    return isinstance(leaf, DistributedValues | Variable | IndexedSlices) or is_sparse(leaf)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from distrib.context import get_strategy
+from distrib.values import is_slices
 from distrib.variables import Variable, VariableAggregation, VariableSynchronization, VariableTree
 
 RESIDUALS = "residuals"
@@ -47,11 +48,13 @@ def combine(
     program: Any,
     params: VariableTree,
     residuals: VariableTree | None,
-    grads: Sequence[jax.Array],
+    grads: Sequence[Any],
     aggregation: str,
     names: Sequence[str],
 ) -> Sequence[jax.Array]:
     """Combine gradients over the replicas, with error feedback where there are residuals.
+
+    Gradients of rows are made dense then, for what is rounded off may be of any row.
 
     Args:
       program: of the step.
@@ -65,7 +68,7 @@ def combine(
         return program.combine(grads, aggregation, names)
     rounded = [i for i, v in enumerate(params.variables) if _is_rounded(v)]
     totals, errors = program.combine_with_feedback(
-        [grads[i] for i in rounded],
+        [grads[i].to_dense() if is_slices(grads[i]) else grads[i] for i in rounded],
         [v.value() for v in residuals.variables],
         aggregation,
         [names[i] for i in rounded],

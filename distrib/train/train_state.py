@@ -19,6 +19,7 @@ from distrib.platform import ends_with_users_line, leaves_with_paths
 from distrib.random import replica_key
 from distrib.reduce_op import ReduceOp
 from distrib.train.error_feedback import RESIDUALS, combine, residuals_for
+from distrib.values import is_slices
 from distrib.variables import HoldsVariables, Variable, VariableAggregation, VariableTree
 
 
@@ -217,7 +218,9 @@ class TrainState(HoldsVariables):
         The optimizer sees the global gradient, so clipping and norms are those of one device.
 
         Args:
-          grads: a pytree like ``params``.
+          grads: a pytree like ``params``. A leaf may be an :class:`distrib.IndexedSlices`, the
+            gradient of some rows of an embedding: the replicas exchange its rows, and the optimizer
+            sees the whole array, with zeros in the others.
           aggregation: the name, or a ``ReduceOp``: ``"MEAN"``, each replica weighted by its
             examples, for a loss that is a mean over the examples of the replica; ``"SUM"`` for a
             loss divided by the global batch; None for gradients that have been combined already.
@@ -239,15 +242,16 @@ class TrainState(HoldsVariables):
         apply = functools.partial(_optimized, self.tx, params, opt_state)
         if program is None:
             olds = [v.storage.whole() for v in variables]
-            news = self._jitted(apply)(olds, operand)
+            news = self._jitted(apply)(olds, [_dense(leaf) for leaf in operand])
             for variable, new in zip(variables, news, strict=True):
                 variable.assign(new)
         else:
             if aggregation is not None and not in_cross_replica_context():
-                names = [path for path, _ in leaves_with_paths({"gradients": grads})]
+                named = leaves_with_paths({"gradients": grads}, is_leaf=is_slices)
+                names = [path for path, _ in named]
                 residuals = self._trees.get(RESIDUALS)
                 operand = combine(program, params, residuals, operand, aggregation, names)
-            program.update(variables, apply, operand)
+            program.update(variables, apply, [_dense(leaf) for leaf in operand])
         return self.replace(**changes)
 
     def _jitted(self, apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -311,6 +315,10 @@ def _aggregation_name(aggregation: Any) -> str | None:
     if name not in ("MEAN", "SUM", "NONE", None):
         raise ValueError(f"aggregation is {aggregation!r}, and must be 'MEAN', 'SUM' or None.")
     return None if name == "NONE" else name
+
+
+def _dense(gradient: Any) -> Any:
+    return gradient.to_dense() if is_slices(gradient) else gradient
 
 
 def _is_tree_of_arrays(tree: Any) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 
 from distrib.errors import PerReplicaError
 from distrib.platform.jax_compat import uncommitted
+from distrib.values.arithmetic import ArrayOperators
 
 
 class Layout(enum.Enum):
@@ -145,8 +146,8 @@ class PerReplica(DistributedValues):
         return self._refuse() if specification else repr(self)
 
 
-class Mirrored(DistributedValues):
-    """One value of which every replica holds an equal copy.
+class Mirrored(DistributedValues, ArrayOperators):
+    """One value of which every replica holds an equal copy. It reads as an array.
 
     Args:
       values: the copies, one for each replica of this process, in order. The first is the value
@@ -179,6 +180,10 @@ class Mirrored(DistributedValues):
             self._values = tuple(uncommitted(shard.data) for shard in local_shards(self.whole))
         return self._values
 
+    def value(self) -> jax.Array:
+        """Return the first replica's copy."""
+        return jax.numpy.asarray(self.values[0])
+
     def numpy(self) -> np.ndarray:
         """Copy the first replica's value to the host."""
         return np.array(self.values[0])
@@ -187,10 +192,7 @@ class Mirrored(DistributedValues):
         return np.asarray(self.values[0], dtype=dtype)
 
     def __jax_array__(self) -> jax.Array:
-        return jax.numpy.asarray(self.values[0])
-
-    def __float__(self) -> float:
-        return float(np.asarray(self))
+        return self.value()
 
 
 def local_shards(whole: jax.Array) -> list[Any]:

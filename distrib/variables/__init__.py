@@ -1,5 +1,7 @@
 """Variables, and the places where their values live."""
 
+from distrib.variables.change import ADDING_SCATTERS, change_name, combined
+from distrib.variables.component import Component, Copies, owner_of
 from distrib.variables.holder import HoldsVariables
 from distrib.variables.storage import (
     Cell,
@@ -22,7 +24,10 @@ from distrib.variables.variable import (
 from distrib.variables.variable_tree import VariableTree
 
 __all__ = [
+    "ADDING_SCATTERS",
     "Cell",
+    "Component",
+    "Copies",
     "HoldsVariables",
     "LentCells",
     "MirroredStorage",
@@ -34,9 +39,12 @@ __all__ = [
     "VariableSynchronization",
     "VariableTree",
     "cells_held",
+    "change_name",
     "changes_held",
     "check_not_jitted",
+    "combined",
     "is_variable",
     "live_variables",
     "own_copy",
+    "owner_of",
 ]

@@ -22,7 +22,8 @@ from jax.sharding import Mesh
 from distrib.errors import ContextError, VariableError
 from distrib.platform.jax_compat import uncommitted
 from distrib.platform.mesh import replicated, split
-from distrib.values import DistributedValues, Mirrored, PerReplica, local_shards
+from distrib.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, local_shards
+from distrib.variables.change import combined_at_once
 from distrib.variables.synchronization import VariableAggregation
 
 _LOCK_SECONDS = 60.0
@@ -134,6 +135,11 @@ class Storage(Protocol):
         """Whether the cell's array has a leading replica axis."""
         ...
 
+    @property
+    def num_copies(self) -> int:
+        """How many copies there are, over all processes."""
+        ...
+
     def read(self) -> Any:
         """Return the value in cross-replica context, aggregated if the copies differ."""
         ...
@@ -151,13 +157,8 @@ class Storage(Protocol):
         ...
 
     def assign(self, value: Any, combine: str) -> Any:
-        """Assign in cross-replica context; ``combine`` is ``"assign"``, ``"add"`` or ``"sub"``."""
+        """Change in cross-replica context; ``combine`` is the kind of change."""
         ...
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _combined(old: jax.Array, value: jax.Array, kind: str) -> jax.Array:
-    return old + value if kind == "add" else old - value
 
 
 @functools.cache
@@ -184,6 +185,11 @@ class MirroredStorage:
         self._devices = mesh.local_devices
         self.cell = Cell(own_copy(value, self._sharding))
 
+    @property
+    def num_copies(self) -> int:
+        """The number of devices."""
+        return len(self._sharding.device_set)
+
     def read(self) -> jax.Array:
         """Return the first replica's copy."""
         return uncommitted(local_shards(self.cell.lend())[0].data)
@@ -205,11 +211,13 @@ class MirroredStorage:
         placed = self._placed(value)
         with changes_held(), cells_held():
             if combine != "assign":
-                placed = _combined(self.cell.array, placed, combine)
+                placed = combined_at_once(combine, self.cell.array, placed)
             self.cell.put(placed)
         return Mirrored.from_whole(self.cell.lend())
 
-    def _placed(self, value: Any) -> jax.Array:
+    def _placed(self, value: Any) -> Any:
+        if isinstance(value, IndexedSlices):
+            return jax.device_put(value, self._sharding)
         if not isinstance(value, DistributedValues):
             return own_copy(value, self._sharding)
         devices = self._devices
@@ -233,6 +241,11 @@ class OnReadStorage:
         self._name = name
         self._size = mesh.devices.size
         self.cell = Cell(self._spread(jnp.asarray(value)))
+
+    @property
+    def num_copies(self) -> int:
+        """The number of replicas."""
+        return self._size
 
     def _spread(self, value: jax.Array) -> jax.Array:
         rows = np.broadcast_to(np.asarray(value)[None], (self._size, *value.shape))
@@ -291,7 +304,7 @@ class OnReadStorage:
             rows = self._spread(jnp.asarray(value))
         with changes_held(), cells_held():
             if combine != "assign":
-                rows = _combined(self.cell.array, rows, combine)
+                rows = combined_at_once(combine, self.cell.array, rows)
             self.cell.put(rows)
         return PerReplica.stacked(self.cell.lend())
 
@@ -316,7 +329,14 @@ class PlacedStorage:
         self.device = device
         self.cell = Cell(self._placed(value))
 
-    def _placed(self, value: Any) -> jax.Array:
+    @property
+    def num_copies(self) -> int:
+        """One."""
+        return 1
+
+    def _placed(self, value: Any) -> Any:
+        if isinstance(value, IndexedSlices):
+            return value if self.device is None else jax.device_put(value, self.device)
         if isinstance(value, DistributedValues):
             value = value.values[0]
         copied = jnp.array(value, copy=True)
@@ -344,6 +364,20 @@ class PlacedStorage:
         placed = self._placed(value)
         with changes_held(), cells_held():
             if combine != "assign":
-                placed = _combined(self.cell.array, placed, combine)
+                placed = combined_at_once(combine, self.cell.array, placed)
             self.cell.put(placed)
         return self.read()
+
+
+class AbandonedStorage:
+    """No place at all: of a variable that never got a value. Whatever it is asked raises."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise VariableError(
+            f"Variable {self._name!r} was created inside strategy.run by a step that failed, and "
+            "never got a value. Let the step create it again, by setting what holds it to None; "
+            "or create it before, inside `with strategy.scope():`."
+        )

@@ -57,7 +57,8 @@ def check_modes(
       The synchronization (never AUTO), the aggregation, and whether the variable is trainable.
 
     Raises:
-      VariableError: if a mode is not a member of its enumeration, or MEAN is asked of integers.
+      VariableError: if a mode is not a member of its enumeration, or MEAN is asked of integers, or
+        SUM of booleans.
     """
     sync = _member(VariableSynchronization, synchronization, "synchronization", name)
     agg = _member(VariableAggregation, aggregation, "aggregation", name)
@@ -65,6 +66,11 @@ def check_modes(
         raise VariableError(
             f"Variable {name!r} has aggregation=MEAN and the non-floating dtype {dtype}: the mean "
             "of integers is not an integer. Use SUM or ONLY_FIRST_REPLICA, or a floating dtype."
+        )
+    if agg is VariableAggregation.SUM and dtype == jnp.bool_:
+        raise VariableError(
+            f"Variable {name!r} has aggregation=SUM and the dtype bool: booleans have no sum. Use "
+            "ONLY_FIRST_REPLICA, or a dtype of numbers, int32 for one, to count."
         )
     if trainable is None:
         trainable = sync is not VariableSynchronization.ON_READ

@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from distrib.context import current_program, get_strategy, in_cross_replica_context
-from distrib.errors import NestedTraceError, VariableError
-from distrib.platform import ends_with_users_line, under_jit, under_trace
-from distrib.values import DistributedValues, Mirrored
-from distrib.variables.arithmetic import ArrayOperators
-from distrib.variables.storage import Storage
+from distrib.errors import ContextError, MeetingError, NestedTraceError, UnsupportedError
+from distrib.platform import under_jit, under_trace
+from distrib.values import DistributedValues, Mirrored, is_distributed, is_slices
+from distrib.variables.change import UNCOMBINED_SCATTERS
+from distrib.variables.changeable import Changeable, as_array
+from distrib.variables.component import remember_copies
+from distrib.variables.storage import AbandonedStorage, Storage
 from distrib.variables.synchronization import (
     VariableAggregation,
     VariableSynchronization,
@@ -28,7 +28,7 @@ _serial = itertools.count()
 _live: weakref.WeakSet[Variable] = weakref.WeakSet()
 
 
-class Variable(ArrayOperators):
+class Variable(Changeable):
     """A value that steps read and change.
 
     Created inside ``strategy.scope()`` it lives where that strategy puts variables: a copy on each
@@ -37,9 +37,13 @@ class Variable(ArrayOperators):
     or call :meth:`value`. JAX's own functions want arrays: give them ``v.value()``. As a pytree it
     is its value, so that ``jax.grad(f)(v)`` and ``jax.jit(f)(v)`` work.
 
+    Created inside ``strategy.run`` it is one variable, which starts from the value that replica 0
+    gives it. A function that ``run`` compiles may create variables the first time it is called, and
+    keep them: ``if self.v is None: self.v = distrib.Variable(...)``.
+
     Args:
       initial_value: an array, a number, or a function without arguments that returns one. It is
-        copied.
+        copied. Text is kept in Python instead: no device holds it.
       trainable: whether optimizers should change it. By default True, and False for ``ON_READ``.
       dtype: the dtype; by default that of ``initial_value``.
       name: a name for messages.
@@ -47,7 +51,8 @@ class Variable(ArrayOperators):
       aggregation: how what the replicas assign (``ON_WRITE``), or hold (``ON_READ``), is combined.
 
     Raises:
-      VariableError: if a mode is unknown, or does not fit the dtype or the strategy.
+      VariableError: if a mode is unknown, or does not fit the dtype (MEAN of integers, SUM of
+        booleans) or the strategy, or for an initial value that is no array of numbers.
 
     >>> v = Variable([1.0, 2.0], name="v")
     >>> print(v.assign_add([1.0, 1.0]))
@@ -55,6 +60,15 @@ class Variable(ArrayOperators):
     >>> print(jax.grad(lambda w: (w * w).sum())(v))
     [4. 6.]
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Variable:
+        """Return a new variable; on replicas that run eagerly, what replica 0 made at this point.
+
+        Python calls ``__init__`` on it in either case.
+        """
+        program = current_program()
+        shared = None if program is None else program.created_before()
+        return super().__new__(cls) if shared is None else shared
 
     def __init__(
         self,
@@ -65,11 +79,14 @@ class Variable(ArrayOperators):
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ):
+        if "storage" in vars(self):
+            self._check_shared(name)
+            return
         value = initial_value() if callable(initial_value) else initial_value
         if isinstance(value, Variable | Mirrored):
-            value = np.asarray(value)
+            value = value.value()
         # As an array of a definite dtype: a Python number would stay free to become any other.
-        value = jnp.asarray(value, dtype=dtype)
+        value = as_array(value, name, dtype)
         value = lax.convert_element_type(value, value.dtype)
         self._synchronization, self._aggregation, self._trainable = check_modes(
             synchronization, aggregation, trainable, value.dtype, name
@@ -79,10 +96,30 @@ class Variable(ArrayOperators):
         self._shape = value.shape
         self._dtype = value.dtype
         self.serial = next(_serial)
-        self.storage: Storage = self._strategy.extended.create_storage(
+        program = current_program()
+        if program is None:
+            self.storage: Storage = self._make_storage(value)
+        else:
+            self.storage = program.create(self, value, self._make_storage)
+        _live.add(self)
+
+    def _make_storage(self, value: Any) -> Storage:
+        return self._strategy.extended.create_storage(
             value, self._synchronization, self._aggregation, self._name
         )
-        _live.add(self)
+
+    def _check_shared(self, name: str | None) -> None:
+        if name is not None and name != self._name:
+            raise MeetingError(
+                f"A replica creates variable {name!r} where replica 0 created {self._name!r}: the "
+                "replicas must create the same variables in the same order, each of which is one "
+                "variable of the strategy."
+            )
+
+    def abandon(self) -> None:
+        """Leave a variable behind that was created in a step which failed before it had a value."""
+        _live.discard(self)
+        self.storage = cast(Storage, AbandonedStorage(self._name))
 
     @property
     def name(self) -> str:
@@ -93,16 +130,6 @@ class Variable(ArrayOperators):
     def shape(self) -> tuple[int, ...]:
         """The shape of the value, without any replica axis."""
         return self._shape
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes of the value."""
-        return len(self._shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the value."""
-        return int(np.prod(self._shape, dtype=np.int64))
 
     @property
     def dtype(self) -> Any:
@@ -135,7 +162,9 @@ class Variable(ArrayOperators):
 
         Each is on its own device. They are snapshots: a later assignment does not change them.
         """
-        return self.storage.components()
+        copies = self.storage.components()
+        remember_copies(self, copies)
+        return copies
 
     @property
     def device(self) -> str:
@@ -159,49 +188,13 @@ class Variable(ArrayOperators):
         check_not_jitted(f"Variable {self._name!r}")
         return self.storage.read()
 
-    def read_value(self) -> jax.Array:
-        """Return the current value; the same as :meth:`value`."""
-        return self.value()
-
-    def numpy(self) -> np.ndarray:
-        """Copy the value to the host."""
-        return np.array(self.value())
-
-    @ends_with_users_line
-    def assign(self, value: Any) -> Any:
-        """Replace the value.
-
-        In a replica, an ``ON_WRITE`` variable combines the replicas' values by :attr:`aggregation`
-        first; an ``ON_READ`` one changes this replica's copy alone.
-
-        Args:
-          value: an array of :attr:`shape`, or a number for a scalar. Outside of a replica also a
-            distributed value, whose components go to the copies.
-
-        Returns:
-          The new value: an array in a replica, a distributed value outside.
-
-        Raises:
-          VariableError: if shape or dtype do not fit.
-          ContextError: inside the step of another strategy.
-          NestedTraceError: inside of a JAX transformation.
-        """
-        return self._change("assign", value)
-
-    @ends_with_users_line
-    def assign_add(self, value: Any) -> Any:
-        """Add ``value``; as :meth:`assign` otherwise."""
-        return self._change("add", value)
-
-    @ends_with_users_line
-    def assign_sub(self, value: Any) -> Any:
-        """Subtract ``value``; as :meth:`assign` otherwise."""
-        return self._change("sub", value)
-
-    def _change(self, kind: str, value: Any) -> Any:
+    def change(self, kind: str, value: Any) -> Any:
+        """Change the value, combined over the replicas in a replica; see :meth:`assign`."""
         program = current_program()
         if isinstance(value, Variable):
             value = value.value()
+        if is_slices(value):
+            self.check_scatter(kind)
         if program is not None:
             return program.assign(self, kind, value)
         if under_trace():
@@ -212,51 +205,51 @@ class Variable(ArrayOperators):
             )
         if in_cross_replica_context():
             self._strategy.extended.check_scope()
+        if is_slices(value) and is_distributed(value.values):
+            update = self._strategy.extended.update
+            return update(self, lambda copy, rows: copy.change(kind, rows), args=(value,))
         if not isinstance(value, DistributedValues):
             value = self.fitted(value)
         return self.storage.assign(value, kind)
 
-    def fitted(self, value: Any) -> jax.Array:
-        """Return ``value`` as an array of this variable's shape and dtype.
+    def check_scatter(self, kind: str) -> None:
+        """Check that a scatter has a meaning for this variable.
 
         Raises:
-          VariableError: if it does not fit; the message names both and the fix.
+          UnsupportedError: naming the variable and what it would need.
         """
-        array = jnp.asarray(value)
-        if array.shape != self._shape:
-            raise VariableError(
-                f"Cannot assign value to variable {self._name!r}: Shape mismatch. The variable "
-                f"shape {self._shape}, and the assigned value shape {array.shape} are incompatible."
+        if self.storage.per_replica:
+            raise UnsupportedError(
+                f"Variables with `synchronization=ON_READ` doesn't support `{kind}`: each replica "
+                f"has a copy of its own of {self._name!r}. Use ON_WRITE, or assign the whole value."
             )
-        if array.dtype != self._dtype:
-            weak = not hasattr(value, "dtype") or getattr(array, "weak_type", False)
-            if not weak and jnp.promote_types(array.dtype, self._dtype) != self._dtype:
-                raise VariableError(
-                    f"Cannot assign value to variable {self._name!r}: its dtype is {self._dtype}, "
-                    f"and the value's {array.dtype} would lose information. Convert it first: "
-                    f"value.astype({str(self._dtype)!r})."
-                )
-            array = array.astype(self._dtype)
-        return array
+        combining = self._aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
+        if combining and kind in UNCOMBINED_SCATTERS and self.storage.num_copies > 1:
+            raise UnsupportedError(
+                f"{kind} is only supported for variables with aggregation NONE or "
+                f"ONLY_FIRST_REPLICA, and {self._name!r} has {self._aggregation.name}: the "
+                "replicas' rows cannot be both combined and replace others. Give it another "
+                "aggregation, or assign the whole value."
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        """Return a new variable of the same strategy, with equal copies."""
+        """Return a new variable of the same strategy, with equal copies.
+
+        Raises:
+          ContextError: inside a step.
+        """
+        if current_program() is not None:
+            raise ContextError(
+                f"Variable {self._name!r} was copied inside strategy.run: copy it before."
+            )
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.serial = next(_serial)
         components = self.values
-        other.storage = self._strategy.extended.create_storage(
-            components[0], self._synchronization, self._aggregation, self._name
-        )
+        other.storage = self._make_storage(components[0])
         other.storage.put_components(components)
         _live.add(other)
         return other
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.value(), dtype=dtype)
-
-    def __jax_array__(self) -> jax.Array:
-        return self.value()
 
     def __repr__(self) -> str:
         head = f"<distrib.Variable {self._name!r} shape={self._shape} dtype={self._dtype}"

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from distrib.context import current_program
 from distrib.errors import VariableError
 from distrib.platform import leaves_with_paths
+from distrib.values import is_slices
 from distrib.variables.synchronization import VariableAggregation, VariableSynchronization
 from distrib.variables.variable import Variable, check_not_jitted
 
@@ -92,12 +93,14 @@ class VariableTree:
     def flatten(self, tree: Any) -> list[Any]:
         """Return the leaves of a tree of the same structure, keys as their key data.
 
+        An :class:`distrib.IndexedSlices` is a leaf too: rows of the variable that stands there.
+
         Raises:
           VariableError: if the structure or a shape differs; the message names the first
             difference.
         """
-        with_paths = leaves_with_paths({self._name: tree})
-        if jax.tree.structure(tree) != self.treedef:
+        with_paths = leaves_with_paths({self._name: tree}, is_leaf=is_slices)
+        if jax.tree.structure(tree, is_leaf=is_slices) != self.treedef:
             mine, given = {v.name for v in self.variables}, {path for path, _ in with_paths}
             difference = sorted(mine ^ given)
             what = f"{difference[0]} is in one of them only" if difference else str(self.treedef)
@@ -109,8 +112,10 @@ class VariableTree:
             leaf if impl is None else jax.random.key_data(leaf)
             for (_, leaf), impl in zip(with_paths, self._key_impls, strict=True)
         ]
-        for variable, leaf in zip(self.variables, leaves, strict=True):
-            if jnp.shape(leaf) != variable.shape:
+        for position, (variable, leaf) in enumerate(zip(self.variables, leaves, strict=True)):
+            if is_slices(leaf):
+                leaves[position] = variable.fitted(leaf)
+            elif jnp.shape(leaf) != variable.shape:
                 raise VariableError(
                     f"{variable.name} has shape {variable.shape}, and was given a value of shape "
                     f"{jnp.shape(leaf)}."

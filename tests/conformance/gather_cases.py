@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax.experimental.sparse import BCOO
 
 import distrib
 from tests.conformance.table import (
@@ -98,4 +99,22 @@ def gather_reduction_to_one() -> Any:
         "rank": gathered(lambda i: jnp.zeros([1] * (i + 1)), 0),
         "mism": gathered(lambda i: jnp.ones([1, i + 1]), 0),
         "all_gather_neg": strategy.run(lambda: context().all_gather(jnp.ones([2]) * rid(), -1)),
+    }
+
+
+@case(
+    "gather-sparse-error",
+    {
+        "sparse": Raises(TypeError, r"gather got a BCOO.*x\.todense\(\)"),
+        "ragged": Raises(TypeError, r"gather got a IndexedSlices.*x\.to_dense\(\)"),
+    },
+)
+def gather_sparse_error() -> Any:
+    """JAX has no ragged arrays; slices are the other values that are not one array."""
+    strategy = mirrored()
+    sparse = values(strategy, lambda i: BCOO.fromdense(jnp.eye(2) * (i + 1)))
+    slices = values(strategy, lambda i: distrib.IndexedSlices([1.0], [i], (2,)))
+    return {
+        "sparse": outcome(lambda: strategy.gather(sparse, 0)),
+        "ragged": outcome(lambda: strategy.gather(slices, 0)),
     }

@@ -8,7 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import distrib
-from tests.conformance.table import Raises, case, mirrored, outcome, plain, rid, values, variable
+from tests.conformance.table import (
+    Raises,
+    case,
+    mirrored,
+    mirrored_value,
+    outcome,
+    plain,
+    rid,
+    values,
+    variable,
+)
 
 CANNOT_ADD = Raises(ValueError, "cannot be added with axis=")
 ONE_FOR_ALL = Raises(ValueError, "A non-DistributedValues value .* cannot be reduced")
@@ -166,12 +176,15 @@ def reduce_variable() -> Any:
 
 @case(
     "reduce-to",
-    {"var": 4.0, "dev": 2.0, "devname": 4.0, "pr": 4.0, "other_dev": 4.0},
-    differs={
-        "var": "JAX moves a result to where it is used: it is one array for any destination",
-        "pr": "JAX moves a result to where it is used: it is one array for any destination",
+    {
+        "var": mirrored_value(4.0, 4.0),
+        "dev": 2.0,
+        "devname": 4.0,
+        "lst": Raises(ValueError, r"destinations is \['CPU:0', 'CPU:1'\], and must be"),
+        "pr": mirrored_value(4.0, 4.0),
+        "none": Raises(ValueError, "destinations is None, and must be"),
+        "other_dev": 4.0,
     },
-    omits={"lst": "destinations are not looked at", "none": "destinations are not looked at"},
 )
 def reduce_to() -> Any:
     strategy = mirrored()
@@ -182,8 +195,34 @@ def reduce_to() -> Any:
         "var": to("SUM", x, v),
         "dev": to(distrib.ReduceOp.MEAN, x, "CPU:0"),
         "devname": to(distrib.ReduceOp.SUM, x, "/device:CPU:1"),
+        "lst": outcome(lambda: to(distrib.ReduceOp.SUM, x, ["CPU:0", "CPU:1"])),
         "pr": to(distrib.ReduceOp.SUM, x, x),
+        "none": outcome(lambda: to(distrib.ReduceOp.SUM, x, None)),
         "other_dev": to(distrib.ReduceOp.SUM, x, "CPU:3"),
+    }
+
+
+@case(
+    "batch-reduce-to",
+    {
+        "s": [mirrored_value(4.0, 4.0), mirrored_value([3.0, 6.0], [3.0, 6.0])],
+        "m": [mirrored_value(2.0, 2.0), mirrored_value([1.5, 3.0], [1.5, 3.0])],
+        "empty": [],
+        "bad": Raises(ValueError, "'PROD' is not a valid ReduceOp"),
+    },
+    differs={"empty": "nothing to reduce gives nothing"},
+)
+def batch_reduce_to() -> Any:
+    strategy = mirrored()
+    v = variable(strategy, 0.0)
+    x = values(strategy, lambda i: jnp.float32(1 + 2 * i))
+    y = values(strategy, lambda i: jnp.array([1.0, 2.0]) * (i + 1))
+    to = strategy.extended.batch_reduce_to
+    return {
+        "s": to("SUM", [(x, v), (y, "CPU:0")]),
+        "m": to(distrib.ReduceOp.MEAN, [(x, v), (y, v)]),
+        "empty": to(distrib.ReduceOp.SUM, []),
+        "bad": outcome(lambda: to("PROD", [(x, v)])),
     }
 
 

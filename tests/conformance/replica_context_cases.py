@@ -353,3 +353,24 @@ def strategy_thread_local() -> Any:
     finally:
         distrib.experimental_set_strategy(None)
     return {"scope": in_scope, "set_strategy": when_set[:2]}
+
+
+@case(
+    "all-reduce-indexed-slices",
+    {
+        "kind": ["IndexedSlices", "IndexedSlices"],
+        "dense": per_replica([[1.0], [2.0]], [[1.0], [2.0]]),
+    },
+)
+def all_reduce_indexed_slices() -> Any:
+    strategy = mirrored()
+
+    def step() -> Any:
+        i = jnp.asarray(context().replica_id_in_sync_group)
+        slices = distrib.IndexedSlices((rid() + 1.0).reshape(1, 1), i.reshape(1), (2, 1))
+        total = context().all_reduce("SUM", slices)
+        return total, total.to_dense()
+
+    total, dense = strategy.run(step)
+    parts = strategy.experimental_local_results((total,))
+    return {"kind": [type(part[0]).__name__ for part in parts], "dense": dense}

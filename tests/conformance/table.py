@@ -161,6 +161,11 @@ def per_replica(*components: Any) -> dict[str, Any]:
     return {"type": "PerReplica", "per_replica": list(components)}
 
 
+def mirrored_value(*copies: Any) -> dict[str, Any]:
+    """Return the plain form of a mirrored value."""
+    return {"type": "Mirrored", "per_replica": list(copies)}
+
+
 def plain(value: Any) -> Any:
     """Return a tree of dicts, lists, numbers and strings in the form of the measurements."""
     if isinstance(value, distrib.DistributedValues):

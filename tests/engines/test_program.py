@@ -9,9 +9,7 @@ import distrib
 from distrib.engines.program import (
     Update,
     applied,
-    combined,
     force,
-    local_value,
     share_of_total,
 )
 from distrib.errors import AggregationError, ContextError, NestedTraceError, VariableError
@@ -35,11 +33,6 @@ def local(strategy, value):
 
 
 # Helpers.
-
-
-def test_combined():
-    old, value = jnp.float32(5), jnp.float32(2)
-    assert [float(combined(kind, old, value)) for kind in ("assign", "add", "sub")] == [2, 7, 3]
 
 
 def test_force():
@@ -70,13 +63,6 @@ def test_the_share_of_a_total():
     message = "'n' is ON_READ with aggregation=SUM and does not support assign_add in cross-repl"
     with pytest.raises(AggregationError, match=message):
         share_of_total(whole, "add", 3, 2)
-
-
-def test_local_value():
-    assert local_value(distrib.PerReplica.from_local(7)) == 7
-    assert local_value(distrib.Mirrored([1, 1])) == 1
-    with pytest.raises(ContextError, match="PerReplica was used inside a step without being pass"):
-        local_value(distrib.PerReplica([1, 2]))
 
 
 # Reads and updates.

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import distrib
-from tests.support.strategies import on_every_strategy, on_two_replicas
+from tests.support.strategies import mirrored, on_every_strategy, on_two_replicas
 from tests.support.training import linear, run_epoch
 
 
@@ -163,6 +163,82 @@ def test_many_small_gradients_travel_together(make_strategy):
     for name, w in state.params.items():
         expected = initial[name] - 0.1 * np.asarray(separate[name])
         np.testing.assert_allclose(w, expected, rtol=1e-7, atol=1e-7)
+
+
+def slices_of(ids, shape=(4, 1)):
+    """Return what an embedding's gradient of 1 a looked-up row is."""
+    return distrib.IndexedSlices(jnp.ones((len(ids), 1)), ids, shape)
+
+
+def test_rows_of_equal_id_are_merged_before_they_are_sent(eagerly):
+    """Row 80: sparse embedding gradients were gathered unmerged."""
+    strategy = mirrored(2)
+    ids = distrib.PerReplica([jnp.array([1, 1, 3]), jnp.array([1])])
+
+    def step(ids):
+        return distrib.get_replica_context().all_reduce("SUM", slices_of(ids))
+
+    total = strategy.experimental_local_results((strategy.run(step, args=(ids,)),))[0][0]
+    assert total.indices.tolist() == [1, 3, 1]  # Two rows of replica 0, and one of replica 1.
+    assert total.to_dense().ravel().tolist() == [0, 3, 0, 1]
+
+
+@pytest.mark.parametrize("second", [[1], [1, 1, 1]], ids=["uneven", "even"])
+def test_compiled_rows_of_equal_id_give_the_dense_result(second):
+    """Row 80, compiled: merged rows are filled up, and uneven replicas exchange the table."""
+    strategy = mirrored(2)
+    ids = distrib.PerReplica([jnp.array([1, 1, 3]), jnp.array(second)])
+
+    def step(ids):
+        context = distrib.get_replica_context()
+        slices = slices_of(ids)
+        total = context.all_reduce("SUM", slices)
+        return (
+            slices.merged().indices[:1],
+            total.to_dense(),
+            context.all_reduce("SUM", slices.to_dense()),
+        )
+
+    merged, sparse, dense = strategy.run(step, args=(ids,))
+    assert merged.values[0].tolist() == [1]
+    for table in (sparse, dense):
+        assert table.values[0].ravel().tolist() == [0, 2 + len(second), 0, 1]
+
+
+@pytest.mark.parametrize("aggregation", ["MEAN", "SUM"])
+@on_every_strategy
+def test_gradients_of_rows_train_as_those_of_the_table(make_strategy, engine, aggregation):
+    """Row 80: an IndexedSlices in apply_gradients, with an uneven last batch."""
+    table = np.arange(10, dtype=np.float32).reshape(5, 2)
+    ids = np.array([0, 3, 3, 1, 0, 4], np.int32)
+    states = []
+    for sparse in (False, True):
+        strategy = make_strategy()
+        with strategy.scope():
+            state = distrib.TrainState.create(
+                apply_fn=None,
+                params={"table": table, "w": jnp.float32(2)},
+                tx=optax.chain(optax.clip_by_global_norm(5.0), optax.adam(0.1)),
+            )
+
+        def step(ids, state=state, sparse=sparse):
+            params = state.params
+
+            def loss(rows, w):
+                losses = ((rows * w) ** 2).sum(-1)
+                return losses.mean() if aggregation == "MEAN" else losses.sum() / 4
+
+            rows = params["table"][ids]
+            of_rows, of_w = jax.grad(loss, argnums=(0, 1))(rows, params["w"])
+            gradient = distrib.IndexedSlices(of_rows, ids, params["table"].shape)
+            grads = {"table": gradient if sparse else gradient.to_dense(), "w": of_w}
+            state.apply_gradients(grads=grads, aggregation=aggregation)
+
+        run_epoch(strategy, step, ids, 4)
+        strategy.extended.assert_mirrored(state)
+        states.append(state.params)
+    for name in ("table", "w"):
+        np.testing.assert_allclose(states[1][name], states[0][name], rtol=1e-5, atol=1e-6)
 
 
 def count_all_reduces(text):

@@ -193,11 +193,6 @@ def test_assigning_inside_a_transformation(transformed):
     assert float(v.numpy()) == 0.0
 
 
-def test_creating_a_variable_in_a_step():
-    with pytest.raises(ContextError, match="'late' was created inside strategy.run"):
-        mirrored().run(lambda: distrib.Variable(1.0, name="late"))
-
-
 def test_assigning_in_the_scope_of_another_strategy():
     v = variable(mirrored(), 0.0)
     with mirrored().scope(), pytest.raises(ContextError, match="Mixing different"):

@@ -43,6 +43,22 @@ class ReplicaProgram(Protocol):
         """Combine gradients: SUM, or MEAN weighted by the examples of each replica."""
         ...
 
+    def accumulate(self, variables: Any, value: Any, aggregation: str | None, due: Any) -> Any:
+        """Add gradients to this replica's ``variables``; where ``due``, sum and clear these.
+
+        Args:
+          variables: ``ON_READ`` variables with aggregation SUM, of which replicas have their own.
+          value: an array for each; what the replicas add is combined by ``aggregation`` once it is
+            summed over them.
+          aggregation: SUM, MEAN weighted by the examples of each replica, or None for what has been
+            combined already.
+          due: a boolean scalar, equal on every replica.
+
+        Returns:
+          The sums over the replicas, an array for each variable; zeros where not ``due``.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Frame:

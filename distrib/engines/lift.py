@@ -87,6 +87,8 @@ class Lifted:
       nnx_changes: the positions of the NNX variables that change.
       num_nnx: how many NNX arrays are inputs.
       gradients_are: how gradients are combined, as far as the step has shown it.
+      accumulators: variables in which replicas have accumulated what they are still to bring, also
+        those that have no examples in this step.
     """
 
     jaxpr: Any
@@ -99,6 +101,7 @@ class Lifted:
     nnx_changes: tuple[int, ...]
     num_nnx: int
     gradients_are: ReduceOp | None
+    accumulators: tuple[Variable, ...]
 
     @property
     def touched(self) -> list[Variable]:
@@ -245,6 +248,7 @@ def _trace(
         nnx_changes=trace.nnx_changes,
         num_nnx=num_nnx,
         gradients_are=program.gradients_are,
+        accumulators=tuple(program.accumulators.values()),
     )
 
 

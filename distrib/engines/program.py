@@ -23,7 +23,7 @@ from distrib.engines.refusals import (
     of_another_strategy,
     without_aggregation,
 )
-from distrib.engines.weights import ExampleWeights
+from distrib.engines.weights import ExampleWeights, part_of_sum
 from distrib.errors import AggregationError, ContextError
 from distrib.platform.jax_compat import trace_token
 from distrib.reduce_op import ReduceOp
@@ -115,6 +115,7 @@ class Program:
         self._current: dict[int, Any] = {}
         self.writes: dict[int, Variable] = {}
         self.updates: list[Update] = []
+        self.accumulators: dict[int, Variable] = {}
         self._combined_by: ReduceOp | None = None
         self._counts_examples = False
 
@@ -250,6 +251,32 @@ class Program:
         """Combine gradients over the replicas: SUM, or MEAN weighted by the examples of each."""
         op = self._combined_by = ReduceOp.parse(aggregation)
         return self._weighted(op, value)
+
+    def accumulate(
+        self,
+        variables: Sequence[Variable],
+        value: Sequence[Any],
+        aggregation: str | None,
+        due: Any,
+    ) -> list[Any]:
+        """Add gradients to this replica's ``variables``; where ``due``, sum and clear these."""
+        if aggregation is not None:
+            self._combined_by = ReduceOp.parse(aggregation)
+        parts = part_of_sum(value, aggregation, self._weights, self._size)
+        sums = [v.fitted(self._own(v) + x) for v, x in zip(variables, parts, strict=True)]
+
+        def total() -> list[Any]:
+            return all_reduce(ReduceOp.SUM, sums, num_replicas=self._size, ops=self._ops)
+
+        if self._weights is None:
+            totals = jax.lax.cond(due, total, lambda: [jnp.zeros_like(x) for x in sums])
+        else:  # Programs for different shapes are brought together at their collectives.
+            totals = total()
+        for variable, x in zip(variables, sums, strict=True):
+            self._check_writable(variable)
+            self._set(variable, jnp.where(due, 0, x))
+            self.accumulators[id(variable)] = variable
+        return totals
 
     def average(self, value: Any) -> Any:
         """Return the mean of a tree over the replicas, weighted by the examples of each."""

@@ -25,7 +25,7 @@ from distrib.engines.refusals import (
     without_aggregation,
 )
 from distrib.engines.turns import Request, Turn
-from distrib.engines.weights import ExampleWeights
+from distrib.engines.weights import ExampleWeights, part_of_sum
 from distrib.errors import AggregationError, ContextError, NestedTraceError
 from distrib.platform import Device, trace_token, uncommitted, under_jit
 from distrib.reduce_op import ReduceOp
@@ -318,6 +318,26 @@ class ReplicaThread:
         return jax.tree.unflatten(
             treedef, self._ask(("all_reduce", op, "combine", treedef), shown, leaves)
         )
+
+    def accumulate(
+        self,
+        variables: Sequence[Variable],
+        value: Sequence[Any],
+        aggregation: str | None,
+        due: Any,
+    ) -> list[Any]:
+        """Add gradients to this replica's ``variables``; where ``due``, sum and clear these."""
+        parts = part_of_sum(value, aggregation, self._weights, self._size)
+        sums = [v.fitted(self.read(v) + x) for v, x in zip(variables, parts, strict=True)]
+        zeros = [jnp.zeros_like(x) for x in sums]
+        totals, left = zeros, sums
+        if due:
+            kind = ("all_reduce", ReduceOp.SUM, "accumulated", *map(id, variables))
+            totals, left = self._ask(kind, "the sum of accumulated gradients", sums), zeros
+        for variable, x in zip(variables, left, strict=True):
+            self._check_writable(variable)
+            self._values.set(variable, self._replica, x)
+        return totals
 
     def average(self, value: Any) -> Any:
         """Return the mean of a tree over the replicas, weighted by the examples of each."""

@@ -17,6 +17,8 @@ import optax
 from distrib.context import current_program, in_cross_replica_context
 from distrib.random import replica_key
 from distrib.reduce_op import ReduceOp
+from distrib.train.accumulation import Accumulation, accumulator_trees, checked_steps
+from distrib.train.precision import as_stored, checked_compute_dtype, rounded
 from distrib.variables import HoldsVariables, Variable, VariableAggregation, VariableTree
 
 
@@ -85,6 +87,8 @@ class TrainState(HoldsVariables):
         tx: optax.GradientTransformation,
         batch_stats: Any = None,
         keys: Any = None,
+        compute_dtype: Any = None,
+        gradient_accumulation_steps: int | None = None,
         **extra: Any,
     ) -> TrainState:
         """Make a train state whose values live where the current strategy puts variables.
@@ -95,11 +99,20 @@ class TrainState(HoldsVariables):
           tx: an Optax optimizer.
           batch_stats: a pytree of running statistics; what the replicas assign is averaged.
           keys: PRNG keys by name, such as ``{"dropout": jax.random.key(0)}``.
+          compute_dtype: the dtype, such as ``jnp.bfloat16``, in which steps see floating
+            parameters. The copies that are kept, gradients as they are combined, the optimizer and
+            batch statistics stay in the dtypes of ``params``. Steps cast their inputs as well
+            (``x.astype(state.compute_dtype)``), or JAX promotes what it computes.
+          gradient_accumulation_steps: update with the mean of the gradients of so many calls of
+            :meth:`apply_gradients`, whose replicas communicate at the last of them only. The result
+            is that of ``optax.MultiSteps``.
           **extra: further fields: pytrees of arrays become variables; None, text, functions and
             other constants are kept as they are.
 
         Raises:
-          ValueError: if an extra field has the name of a method or of a field that there is.
+          ValueError: if an extra field has the name of a method or of a field that there is, or
+            ``gradient_accumulation_steps`` is below 1.
+          TypeError: if ``compute_dtype`` is not a floating dtype.
         """
         fields = {**cls.field_defaults, **extra}
         given = {"batch_stats": batch_stats, "keys": keys}
@@ -114,7 +127,13 @@ class TrainState(HoldsVariables):
         mean = VariableAggregation.MEAN
         trees = {"params": VariableTree(params, "params", mean, trainable=True)}
         trees["opt_state"] = VariableTree(tx.init(trees["params"].value()), "opt_state")
-        constants = {}
+        constants: dict[str, Any] = {}
+        if compute_dtype is not None:
+            constants["compute_dtype"] = checked_compute_dtype(compute_dtype)
+        if gradient_accumulation_steps is not None:
+            steps = checked_steps(gradient_accumulation_steps)
+            constants["gradient_accumulation_steps"] = steps
+            trees.update(accumulator_trees(trees["params"]))
         for name, tree in {**given, **fields}.items():
             if _is_tree_of_arrays(tree):
                 trees[name] = VariableTree(tree, name)
@@ -147,13 +166,30 @@ class TrainState(HoldsVariables):
 
     @property
     def step(self) -> jax.Array:
-        """How often :meth:`apply_gradients` has been called; an ``int32`` scalar."""
+        """How often :meth:`apply_gradients` has been called; an ``int32`` scalar.
+
+        With ``gradient_accumulation_steps`` too, as with ``optax.MultiSteps``: each of these calls
+        has its own keys. The optimizer's own count is that of real updates.
+        """
         return self._step.value()
 
     @property
     def params(self) -> Any:
-        """The parameters."""
-        return self._trees["params"].value()
+        """The parameters; in a step, floating ones in :attr:`compute_dtype` if that is set."""
+        params = self._trees["params"].value()
+        if self.compute_dtype is None or current_program() is None:
+            return params
+        return rounded(params, self.compute_dtype)
+
+    @property
+    def compute_dtype(self) -> Any:
+        """The dtype in which steps see floating parameters; None for their own."""
+        return self._constants.get("compute_dtype")
+
+    @property
+    def gradient_accumulation_steps(self) -> int | None:
+        """How many calls of :meth:`apply_gradients` make an update; None: each of them."""
+        return self._constants.get("gradient_accumulation_steps")
 
     @property
     def opt_state(self) -> Any:
@@ -228,17 +264,24 @@ class TrainState(HoldsVariables):
         aggregation = _aggregation_name(aggregation)
         params, opt_state = self._trees["params"], self._trees["opt_state"]
         operand = params.flatten(grads)
+        if self.compute_dtype is not None:
+            operand = as_stored(operand, params.variables)
         program = current_program()
         variables = [*params.variables, *opt_state.variables, self._step]
         apply = functools.partial(_optimized, self.tx, params, opt_state)
+        steps = self.gradient_accumulation_steps
+        if steps is not None:
+            accumulation = Accumulation(self._trees, steps, variables, apply)
+            operand = accumulation.operand(operand, aggregation)
+            variables, apply = accumulation.variables, accumulation.apply
+        elif program is not None and aggregation is not None and not in_cross_replica_context():
+            operand = program.combine(operand, aggregation)
         if program is None:
             olds = [v.storage.whole() for v in variables]
             news = self._jitted(apply)(olds, operand)
             for variable, new in zip(variables, news, strict=True):
                 variable.assign(new)
         else:
-            if aggregation is not None and not in_cross_replica_context():
-                operand = program.combine(operand, aggregation)
             program.update(variables, apply, operand)
         return self.replace(**changes)
 

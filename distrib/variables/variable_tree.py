@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from distrib.context import current_program
 from distrib.errors import VariableError
 from distrib.platform import leaves_with_paths
-from distrib.variables.synchronization import VariableAggregation
+from distrib.variables.synchronization import VariableAggregation, VariableSynchronization
 from distrib.variables.variable import Variable
 
 
@@ -24,6 +24,7 @@ class VariableTree:
       aggregation: how values that replicas assign are combined, of floating leaves; integers take
         the first replica's.
       trainable: whether the variables are trainable.
+      synchronization: when the copies are brought together.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class VariableTree:
         name: str,
         aggregation: VariableAggregation = VariableAggregation.MEAN,
         trainable: bool = False,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
     ):
         self._name = name
         self.treedef = jax.tree.structure(tree)
@@ -47,6 +49,7 @@ class VariableTree:
                     value,
                     trainable=trainable,
                     name=path,
+                    synchronization=synchronization,
                     aggregation=aggregation if floating else VariableAggregation.ONLY_FIRST_REPLICA,
                 )
             )
@@ -62,11 +65,12 @@ class VariableTree:
         """Return the tree of current values.
 
         In a replica these are its values. Outside they are arrays with all of their copies, as they
-        lie on the devices; they are snapshots, which training does not change.
+        lie on the devices, or the aggregates of ``ON_READ`` variables; they are snapshots, which
+        training does not change.
         """
         program = current_program()
         if program is None:
-            return self.build([v.storage.whole() for v in self.variables])
+            return self.build([_outside(v) for v in self.variables])
         return self.build([program.read(v) for v in self.variables])
 
     def build(self, leaves: Any) -> Any:
@@ -79,7 +83,7 @@ class VariableTree:
 
     def build_data(self) -> Any:
         """Return the tree of current values with keys as their key data, which can be saved."""
-        return jax.tree.unflatten(self.treedef, [v.storage.whole() for v in self.variables])
+        return jax.tree.unflatten(self.treedef, [_outside(v) for v in self.variables])
 
     def flatten(self, tree: Any) -> list[Any]:
         """Return the leaves of a tree of the same structure, keys as their key data.
@@ -112,7 +116,8 @@ class VariableTree:
     def assign(self, tree: Any) -> None:
         """Assign a tree of the same structure; in a replica, combined over the replicas first.
 
-        A mean is weighted by the examples of each replica.
+        A mean is computed in the dtype of the variable, and weighted by the examples of each
+        replica.
 
         Raises:
           VariableError: if structure, a shape or a dtype does not fit.
@@ -125,12 +130,18 @@ class VariableTree:
             return
         floating = [i for i, v in enumerate(self.variables) if jnp.issubdtype(v.dtype, jnp.inexact)]
         means = [i for i in floating if self.variables[i].aggregation is VariableAggregation.MEAN]
-        combined = program.average([leaves[i] for i in means])
+        combined = program.average([self.variables[i].fitted(leaves[i]) for i in means])
         if means:
             chosen = [self.variables[i] for i in means]
             program.update(chosen, lambda olds, new: new, combined)
         for i in set(range(len(leaves))) - set(means):
             self.variables[i].assign(leaves[i])
+
+
+def _outside(variable: Variable) -> jax.Array:
+    """Return the value with all of its copies, or the aggregate of copies that differ."""
+    storage = variable.storage
+    return storage.read() if storage.per_replica else storage.whole()
 
 
 def _key_impl(leaf: Any) -> Any:

@@ -14,17 +14,29 @@ from distrib.collectives.in_program import (
 )
 from distrib.collectives.options import CommunicationOptions
 from distrib.collectives.packing import map_packed, plan_packs
+from distrib.collectives.scattering import (
+    Scattered,
+    ScatteringOps,
+    gathered,
+    is_scattered,
+    reduce_scatter,
+)
 
 __all__ = [
     "CommunicationOptions",
     "CrossDeviceOps",
     "NcclAllReduce",
     "ReductionToOneDevice",
+    "Scattered",
+    "ScatteringOps",
     "all_gather",
     "all_reduce",
     "check_arrays",
     "check_numbers",
     "from_first_replica",
+    "gathered",
+    "is_scattered",
     "map_packed",
     "plan_packs",
+    "reduce_scatter",
 ]

@@ -31,6 +31,10 @@ class NcclAllReduce:
         """Return the sum of ``value`` over the replicas, in its own shape."""
         return jax.lax.psum(value, REPLICA_AXIS)
 
+    def scatter_over_replicas(self, value: jax.Array, axis: int) -> jax.Array:
+        """Return this replica's part, along ``axis``, of the sum of ``value`` over the replicas."""
+        return jax.lax.psum_scatter(value, REPLICA_AXIS, scatter_dimension=axis, tiled=True)
+
 
 class ReductionToOneDevice:
     """Bring all values together, add them up there, and hand out the result.

@@ -39,8 +39,12 @@ class ReplicaProgram(Protocol):
         """Return the mean of a tree over the replicas, weighted by the examples of each."""
         ...
 
-    def combine(self, value: Any, aggregation: str) -> Any:
-        """Combine gradients: SUM, or MEAN weighted by the examples of each replica."""
+    def combine(self, value: Any, aggregation: str, *, in_parts: bool = False) -> Any:
+        """Combine gradients: SUM, or MEAN weighted by the examples of each replica.
+
+        ``in_parts`` allows to leave a part of each on each replica; then the result is only good as
+        the operand of :meth:`update`.
+        """
         ...
 
     def accumulate(self, variables: Any, value: Any, aggregation: str | None, due: Any) -> Any:

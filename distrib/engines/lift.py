@@ -24,6 +24,7 @@ from jax.extend.core import ClosedJaxpr
 from distrib.collectives import CrossDeviceOps
 from distrib.context import Frame, ReplicaContext, entered
 from distrib.engines.captures import found_nnx_objects
+from distrib.engines.deferred_updates import DeferredUpdate, deferred, updated_variables
 from distrib.engines.nnx_objects import (
     NnxState,
     changed,
@@ -31,7 +32,7 @@ from distrib.engines.nnx_objects import (
     is_batch_statistic,
     put_together,
 )
-from distrib.engines.program import Program, UnknownVariable, Update, local_value
+from distrib.engines.program import Program, UnknownVariable, local_value
 from distrib.engines.refusals import nnx_differs
 from distrib.engines.varying import used_inputs, varying_outputs
 from distrib.engines.weights import ExampleWeights
@@ -76,12 +77,12 @@ class Lifted:
     """A step as a pure function.
 
     Attributes:
-      jaxpr: ``(leaves, NNX arrays, variables) -> (outputs, NNX changes, new values or operands)``,
+      jaxpr: ``(leaves, NNX arrays, variables) -> (outputs, NNX changes, operands, new values)``,
         all flat, for one replica.
       variables: the variables that are inputs of ``jaxpr``, read or not.
       reads: those of them on whose old values something depends.
       writes: those that it changes in the program: their new values are outputs.
-      updates: what is left to be applied outside of the program, its operands being outputs.
+      updates: what is then left to be applied outside of the program; the operands are outputs.
       output: from the array outputs to what the function returned.
       num_outputs: how many outputs belong to what the function returned.
       nnx_changes: the positions of the NNX variables that change.
@@ -95,7 +96,7 @@ class Lifted:
     variables: tuple[Variable, ...]
     reads: tuple[Variable, ...]
     writes: tuple[Variable, ...]
-    updates: tuple[tuple[Update, Any, int], ...]
+    updates: tuple[DeferredUpdate, ...]
     output: Callable[[Sequence[Any]], Any]
     num_outputs: int
     nnx_changes: tuple[int, ...]
@@ -106,8 +107,7 @@ class Lifted:
     @property
     def touched(self) -> list[Variable]:
         """The variables that the step reads or changes, wherever its updates are applied."""
-        updated = [v for update, _, _ in self.updates for v in update.variables]
-        return [*self.reads, *self.writes, *updated]
+        return [*self.reads, *self.writes, *updated_variables(self.updates)]
 
 
 def stand_in(variable: Variable) -> Any:
@@ -126,7 +126,7 @@ class _Trace:
         self.num_outputs = 0
         self.nnx_changes: tuple[int, ...] = ()
         self.writes: tuple[Variable, ...] = ()
-        self.updates: list[tuple[Update, Any, int]] = []
+        self.updates: tuple[DeferredUpdate, ...] = ()
 
 
 def lift(
@@ -208,7 +208,7 @@ def _trace(
         arrays = _record_output(trace, result)
         if call.nnx:
             arrays += _record_nnx(trace, call.nnx, nnx_arrays, objects, program)
-        return arrays + _record_updates(trace, program, deferred)
+        return arrays + _record_updates(trace, program)
 
     forms = [*call.forms]
     if call.nnx:
@@ -242,7 +242,7 @@ def _trace(
         variables=tuple(variables),
         reads=tuple(v for v, used in zip(variables, used_variables, strict=True) if used),
         writes=trace.writes,
-        updates=tuple(trace.updates),
+        updates=trace.updates,
         output=trace.output,
         num_outputs=trace.num_outputs,
         nnx_changes=trace.nnx_changes,
@@ -344,13 +344,10 @@ def _check_nnx_agree(jaxpr: Any, call: Call, trace: _Trace, variables: list[Vari
             raise nnx_differs(state, position)
 
 
-def _record_updates(trace: _Trace, program: Program, deferred: bool) -> list[Any]:
-    if not deferred:
-        trace.writes = tuple(program.writes.values())
-        return [program.final_value(v) for v in trace.writes]
-    arrays: list[Any] = []
-    for update in program.updates:
-        leaves, treedef = jax.tree.flatten(update.operand)
-        trace.updates.append((Update(update.variables, update.apply, None), treedef, len(leaves)))
-        arrays += [jnp.asarray(leaf) for leaf in leaves]
-    return arrays
+def _record_updates(trace: _Trace, program: Program) -> list[Any]:
+    """Return the operands of what is applied outside, and the new values of the other variables."""
+    trace.writes = tuple(program.writes.values())
+    pairs = [deferred(update) for update in program.updates]
+    trace.updates = tuple(update for update, _ in pairs)
+    operands = [array for _, arrays in pairs for array in arrays]
+    return operands + [program.final_value(v) for v in trace.writes]

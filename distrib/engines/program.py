@@ -14,7 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distrib.collectives import CrossDeviceOps, all_gather, all_reduce, from_first_replica
+from distrib.collectives import (
+    CrossDeviceOps,
+    ScatteringOps,
+    all_gather,
+    all_reduce,
+    from_first_replica,
+    gathered,
+    reduce_scatter,
+)
 from distrib.context import Frame, current_frame, entered
 from distrib.engines.refusals import (
     changed_in_transformation,
@@ -25,6 +33,7 @@ from distrib.engines.refusals import (
 )
 from distrib.engines.weights import ExampleWeights, part_of_sum
 from distrib.errors import AggregationError, ContextError
+from distrib.platform import shards_of
 from distrib.platform.jax_compat import trace_token
 from distrib.reduce_op import ReduceOp
 from distrib.values import DistributedValues, Mirrored, PerReplica
@@ -48,8 +57,9 @@ class UnknownVariable(Exception):
 class Update:
     """Variables that become ``apply(old values, operand)``.
 
-    ``operand`` is a tree that is equal on every replica, so the update may be applied by whoever
-    holds the variables: the program on every copy, or one device.
+    ``operand`` is a tree that is equal on every replica, but for what is ``Scattered`` over them,
+    so the update may be applied by whoever holds the variables: the program on every copy, one
+    device, or all devices together.
     """
 
     variables: tuple[Variable, ...]
@@ -68,7 +78,9 @@ class _Pending:
     def value(self, index: int) -> jax.Array:
         if self._news is None:
             olds = [force(old) for old in self._olds]
-            self._news = applied(self._update, olds)
+            update = self._update
+            operand = gathered(update.operand)
+            self._news = applied(Update(update.variables, update.apply, operand), olds)
         return self._news[index]
 
 
@@ -91,7 +103,8 @@ class Program:
       num_replicas: how many replicas run the program.
       ops: how values are added over them.
       inputs: the variables that are inputs, by ``id``, with their traced values.
-      deferred: whether updates are applied outside the program, on the device of the variables.
+      deferred: whether all updates are applied outside of the program. Those of variables that are
+        split over the devices always are.
       weights: the examples of each replica, where they differ; None where all have equally many.
     """
 
@@ -113,6 +126,7 @@ class Program:
         self._weights = weights
         self._token = trace_token()
         self._current: dict[int, Any] = {}
+        self._final: dict[int, Any] = {}
         self.writes: dict[int, Variable] = {}
         self.updates: list[Update] = []
         self.accumulators: dict[int, Variable] = {}
@@ -166,22 +180,28 @@ class Program:
         for variable in variables:
             self._check_writable(variable)
         update = Update(tuple(variables), apply, operand)
-        self.updates.append(update)
-        if self._deferred:
+        if any(self._is_deferred(v) for v in variables):
+            self.updates.append(update)
             pending = _Pending(update, [self._entry(v) for v in variables])
             for i, variable in enumerate(variables):
-                self._set(variable, lambda i=i: pending.value(i))
+                self._current[id(variable)] = lambda i=i: pending.value(i)
         else:
+            update = Update(update.variables, apply, gathered(operand))
             news = applied(update, [self._own(v) for v in variables])
             for variable, new in zip(variables, news, strict=True):
                 self._set(variable, new)
 
-    def final_value(self, variable: Variable) -> jax.Array:
-        """Return what ``variable`` holds at the end of the program."""
-        return self._own(variable)
+    def _is_deferred(self, variable: Variable) -> bool:
+        """Tell whether ``variable`` is updated outside; once one is, what follows must be too."""
+        pending = callable(self._current.get(id(variable)))
+        return self._deferred or variable.storage.shards is not None or pending
 
-    def _set(self, variable: Variable, value: Any) -> None:
-        self._current[id(variable)] = value
+    def final_value(self, variable: Variable) -> jax.Array:
+        """Return what one of :attr:`writes` holds at the end, before the :attr:`updates`."""
+        return self._final[id(variable)]
+
+    def _set(self, variable: Variable, value: jax.Array) -> None:
+        self._current[id(variable)] = self._final[id(variable)] = value
         self.writes[id(variable)] = variable
 
     def _check_writable(self, variable: Variable) -> None:
@@ -195,7 +215,7 @@ class Program:
         if self._size == 1:
             return value
         if aggregation is VariableAggregation.NONE:
-            if variable.storage.per_replica or self._deferred:
+            if variable.storage.per_replica or self._is_deferred(variable):
                 raise without_aggregation(variable)
             return value
         if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -247,10 +267,27 @@ class Program:
         self._counts_examples = True
         return local * self._size if self._weights is None else self._weights.total
 
-    def combine(self, value: Any, aggregation: str) -> Any:
-        """Combine gradients over the replicas: SUM, or MEAN weighted by the examples of each."""
+    def combine(self, value: Any, aggregation: str, *, in_parts: bool = False) -> Any:
+        """Combine gradients over the replicas: SUM, or MEAN weighted by the examples of each.
+
+        Each replica gets a part of every array ``in_parts``, where there is something to split.
+        """
         op = self._combined_by = ReduceOp.parse(aggregation)
+        if in_parts and self._weights is None and isinstance(self._ops, ScatteringOps):
+            return self._scattered(op, value, self._ops)
         return self._weighted(op, value)
+
+    def _scattered(self, op: ReduceOp, value: Any, ops: ScatteringOps) -> Any:
+        if op is ReduceOp.MEAN:
+            value = part_of_sum(value, op.name, None, self._size)
+        leaves, treedef = jax.tree.flatten(value)
+        shards = [shards_of(leaf.shape, self._size) for leaf in leaves]
+        entire = [leaf for leaf, s in zip(leaves, shards, strict=True) if s is None]
+        split = [(leaf, s) for leaf, s in zip(leaves, shards, strict=True) if s is not None]
+        totals = iter(self._weighted(ReduceOp.SUM, entire))
+        parts = iter(reduce_scatter([leaf for leaf, _ in split], [s for _, s in split], ops))
+        combined = [next(totals if s is None else parts) for s in shards]
+        return jax.tree.unflatten(treedef, combined)
 
     def accumulate(
         self,

@@ -305,7 +305,7 @@ class ReplicaThread:
         name = getattr(merge_fn, "__qualname__", repr(merge_fn))
         return self._ask("merge_call", f"merge_call({name})", (merge_fn, tuple(args), kwargs))
 
-    def combine(self, value: Any, aggregation: str) -> Any:
+    def combine(self, value: Any, aggregation: str, *, in_parts: bool = False) -> Any:
         """Combine a tree: SUM, or MEAN weighted by the examples of each replica."""
         op = ReduceOp.parse(aggregation)
         if self._size == 1:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from distrib.engines.deferred_updates import DeferredUpdate, apply_in_order, updated_variables
 from distrib.engines.interrupts import InterruptsDeferred
 from distrib.engines.lift import Lifted, stand_in
 from distrib.engines.placement import UpdatePlacement
@@ -80,22 +81,29 @@ class Step:
         body: Body,
         finish: Callable[[list], Any],
     ):
-        written_ids = {id(v) for v in lifted.writes}
+        # Variables that are split over the devices are updated by all of these together: in the
+        # same program, outside of the replicas'.
+        together = () if placement.deferred else lifted.updates
+        written = [*lifted.writes, *updated_variables(together)]
+        written = list({id(v): v for v in written}.values())
+        written_ids = {id(v) for v in written}
         read = [v for v in lifted.reads if id(v) not in written_ids]
         # A callback may raise while the step runs: the old values are then kept until it is over.
         self._may_fail = calls_back(lifted.jaxpr.jaxpr)
         self.compiled = _compile(
-            lifted, lifted.writes, read, leaves, mesh, body, donated=not self._may_fail
+            lifted, written, read, together, leaves, mesh, body, donated=not self._may_fail
         )
         self._leaves = leaves
         self._mesh = mesh
         self._everywhere = replicated(mesh)
-        self._written = [v.storage.cell for v in lifted.writes]
+        self._written = [v.storage.cell for v in written]
         self._keep = LentCells(self._written)
         self._fetch_read = placement.fetcher(read, mesh)
         self._finish = finish
         self._nnx_changes = lifted.nnx_changes
-        operands = lifted.jaxpr.out_avals[lifted.num_outputs + len(lifted.nnx_changes) :]
+        results = lifted.jaxpr.out_avals
+        first = lifted.num_outputs + len(lifted.nnx_changes)
+        operands = results[first : len(results) - len(lifted.writes)]
         self._apply = placement.applier(lifted.updates, operands)
         # Filled by the cache: what ends the life of this step.
         self.watches: list[Any] = []
@@ -182,62 +190,128 @@ def _compile(
     lifted: Lifted,
     written: Sequence[Variable],
     read: Sequence[Variable],
+    updates: Sequence[DeferredUpdate],
     leaves: Sequence[Leaf],
     mesh: Mesh,
     body: Body,
     *,
     donated: bool,
 ) -> Any:
-    size = mesh.devices.size
-    num_variables, num_nnx = len(lifted.variables), lifted.num_nnx
+    """Compile a step.
+
+    Args:
+      lifted: the step.
+      written: the variables that it changes, in the replicas' program or by ``updates``.
+      read: the others that it reads.
+      updates: what is applied after the replicas' program, to arrays that lie on the whole mesh.
+      leaves: how the arguments enter.
+      mesh: where the replicas are.
+      body: the program of a replica.
+      donated: whether the old arrays of ``written`` may be used for the new ones.
+    """
+    num_nnx = len(lifted.nnx_changes)
+    seen = {id(v) for v in (*lifted.reads, *lifted.writes)}
+    entering = [v for v in (*written, *read) if id(v) in seen]
+    lies = {id(v): _Lying(v, mesh) for v in (*written, *read)}
+    replicas = _on_replicas(lifted, entering, leaves, mesh, body)
 
     def program(written_arrays: list, read_arrays: list, arrays: list, nnx: list) -> tuple:
-        values = {}
-        for variable, array in (
-            *zip(written, written_arrays, strict=True),
-            *zip(read, read_arrays, strict=True),
-        ):
-            values[id(variable)] = array[0] if variable.storage.per_replica else array
-        outputs, common, new = body(values, arrays, nnx)
-        new = [x[None] if v.storage.per_replica else x for v, x in zip(written, new, strict=True)]
-        return outputs, common, new
-
-    def form(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        sharding: NamedSharding = split(mesh) if spec == _SPLIT else replicated(mesh)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    def variable_form(v: Variable) -> jax.ShapeDtypeStruct:
-        shape = (size, *v.shape) if v.storage.per_replica else v.shape
-        return form(jax.ShapeDtypeStruct(shape, v.dtype), _variable_spec(v))
+        given = zip((*written, *read), (*written_arrays, *read_arrays), strict=True)
+        values = {id(v): lies[id(v)].entire(array) for v, array in given}
+        outputs, common, new = replicas([values[id(v)] for v in entering], arrays, nnx)
+        values.update(zip(map(id, lifted.writes), new, strict=True))
+        if updates:
+            apply_in_order(updates, values, common[num_nnx:])
+            common = common[:num_nnx]
+        return outputs, common, [lies[id(v)].stored(values[id(v)]) for v in written]
 
     avals = lifted.jaxpr.in_avals
-    nnx_forms = avals[len(avals) - num_variables - num_nnx : len(avals) - num_variables]
-    written_specs = [_variable_spec(v) for v in written]
-    mapped = jax.shard_map(
-        program,
-        mesh=mesh,
-        in_specs=(
-            written_specs,
-            [_variable_spec(v) for v in read],
-            [leaf.spec for leaf in leaves],
-            _EVERYWHERE,
-        ),
-        out_specs=(_SPLIT if size > 1 else _EVERYWHERE, _EVERYWHERE, written_specs),
-        check_vma=False,
-    )
+    start = len(avals) - len(lifted.variables)
+    nnx_forms = avals[start - lifted.num_nnx : start]
+    everywhere = replicated(mesh)
     # keep_unused: an old value that the step overwrites without reading is to be donated all the
     # same.
-    lowered = jax.jit(mapped, donate_argnums=(0,) if donated else (), keep_unused=True).lower(
-        [variable_form(v) for v in written],
-        [variable_form(v) for v in read],
-        [form(leaf.form, leaf.spec) for leaf in leaves],
-        [form(x, _EVERYWHERE) for x in nnx_forms],
+    lowered = jax.jit(
+        program,
+        donate_argnums=(0,) if donated else (),
+        keep_unused=True,
+        out_shardings=(None, None, [lies[id(v)].sharding for v in written]),
+    ).lower(
+        [lies[id(v)].form for v in written],
+        [lies[id(v)].form for v in read],
+        [_form(leaf.form, NamedSharding(mesh, leaf.spec)) for leaf in leaves],
+        [_form(x, everywhere) for x in nnx_forms],
     )
     return lowered.compile()
 
 
+def _on_replicas(
+    lifted: Lifted, entering: Sequence[Variable], leaves: Sequence[Leaf], mesh: Mesh, body: Body
+) -> Any:
+    """Return the replicas' program as a function of arrays on the whole mesh."""
+
+    def replica(variables: list, arrays: list, nnx: list) -> tuple:
+        values = {
+            id(v): array[0] if v.storage.per_replica else array
+            for v, array in zip(entering, variables, strict=True)
+        }
+        outputs, common, new = body(values, arrays, nnx)
+        pairs = zip(lifted.writes, new, strict=True)
+        return outputs, common, [x[None] if v.storage.per_replica else x for v, x in pairs]
+
+    operand_specs = [
+        _EVERYWHERE if shards is None else shards.spec
+        for update in lifted.updates
+        for shards in update.shards
+    ]
+    return jax.shard_map(
+        replica,
+        mesh=mesh,
+        in_specs=(
+            [_variable_spec(v) for v in entering],
+            [leaf.spec for leaf in leaves],
+            _EVERYWHERE,
+        ),
+        out_specs=(
+            _SPLIT if mesh.devices.size > 1 else _EVERYWHERE,
+            [_EVERYWHERE] * len(lifted.nnx_changes) + operand_specs,
+            [_variable_spec(v) for v in lifted.writes],
+        ),
+        check_vma=False,
+    )
+
+
 def _variable_spec(variable: Variable) -> PartitionSpec:
     return _SPLIT if variable.storage.per_replica else _EVERYWHERE
+
+
+def _form(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+class _Lying:
+    """How the array of a variable lies on the mesh, before and after a step.
+
+    One that is split over another mesh is brought to this one entire.
+    """
+
+    def __init__(self, variable: Variable, mesh: Mesh):
+        here = variable.distribute_strategy.extended.lives_on(mesh)
+        self._shards = variable.storage.shards if here else None
+        shape = variable.shape
+        if self._shards is not None:
+            shape, self.sharding = self._shards.filled_shape, self._shards.sharding(mesh)
+        elif variable.storage.per_replica:
+            shape, self.sharding = (mesh.devices.size, *shape), split(mesh)
+        else:
+            self.sharding = replicated(mesh)
+        self.form = jax.ShapeDtypeStruct(shape, variable.dtype, sharding=self.sharding)
+
+    def entire(self, array: jax.Array) -> jax.Array:
+        return array if self._shards is None else self._shards.cut(array)
+
+    def stored(self, array: jax.Array) -> jax.Array:
+        return array if self._shards is None else self._shards.filled(array)
 
 
 def even_body(lifted: Lifted, leaves: Sequence[Leaf], num_replicas: int) -> Body:

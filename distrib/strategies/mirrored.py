@@ -65,5 +65,6 @@ class MirroredStrategy(Strategy):
                 engine=engine,
                 eager_engine=ThreadsEngine(self, resolved),
                 combiner=MeshCombiner(mesh, resolved[0]),
+                can_shard_optimizer_state=True,
             )
         )

@@ -126,7 +126,8 @@ class TrainState(HoldsVariables):
                 )
         mean = VariableAggregation.MEAN
         trees = {"params": VariableTree(params, "params", mean, trainable=True)}
-        trees["opt_state"] = VariableTree(tx.init(trees["params"].value()), "opt_state")
+        opt_state = tx.init(trees["params"].value())
+        trees["opt_state"] = VariableTree(opt_state, "opt_state", optimizer_state=True)
         constants: dict[str, Any] = {}
         if compute_dtype is not None:
             constants["compute_dtype"] = checked_compute_dtype(compute_dtype)
@@ -275,7 +276,8 @@ class TrainState(HoldsVariables):
             operand = accumulation.operand(operand, aggregation)
             variables, apply = accumulation.variables, accumulation.apply
         elif program is not None and aggregation is not None and not in_cross_replica_context():
-            operand = program.combine(operand, aggregation)
+            in_parts = any(v.storage.shards is not None for v in opt_state.variables)
+            operand = program.combine(operand, aggregation, in_parts=in_parts)
         if program is None:
             olds = [v.storage.whole() for v in variables]
             news = self._jitted(apply)(olds, operand)

@@ -1,6 +1,7 @@
 """Variables, and the places where their values live."""
 
 from distrib.variables.holder import HoldsVariables
+from distrib.variables.sharded_storage import ShardedStorage
 from distrib.variables.storage import (
     Cell,
     LentCells,
@@ -23,6 +24,7 @@ __all__ = [
     "MirroredStorage",
     "OnReadStorage",
     "PlacedStorage",
+    "ShardedStorage",
     "Storage",
     "Variable",
     "VariableAggregation",

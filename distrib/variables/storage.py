@@ -3,7 +3,7 @@
 A storage owns a :class:`Cell`, which holds one `jax.Array`: a copy on each device (mirrored), a row
 on each device (on-read), or an array on one device (placed). A compiled step takes the arrays out
 of the cells it reads, is given the buffers of those it writes (donation), and puts the new arrays
-back.
+back. Split over the devices: :mod:`distrib.variables.sharded_storage`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from distrib.errors import ContextError, VariableError
 from distrib.platform.jax_compat import uncommitted
 from distrib.platform.mesh import replicated, split
+from distrib.platform.shards import Shards
 from distrib.values import DistributedValues, Mirrored, PerReplica, local_shards
 from distrib.variables.synchronization import VariableAggregation
 
@@ -134,6 +135,11 @@ class Storage(Protocol):
         """Whether the cell's array has a leading replica axis."""
         ...
 
+    @property
+    def shards(self) -> Shards | None:
+        """How the cell's array is split over the mesh; None where it is not."""
+        ...
+
     def read(self) -> Any:
         """Return the value in cross-replica context, aggregated if the copies differ."""
         ...
@@ -156,7 +162,8 @@ class Storage(Protocol):
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _combined(old: jax.Array, value: jax.Array, kind: str) -> jax.Array:
+def combined_arrays(old: jax.Array, value: jax.Array, kind: str) -> jax.Array:
+    """Return the sum for the kind ``"add"``, else the difference."""
     return old + value if kind == "add" else old - value
 
 
@@ -178,6 +185,7 @@ class MirroredStorage:
     """A copy on each device of a mesh, all equal unless a replica was told to keep its own."""
 
     per_replica = False
+    shards = None
 
     def __init__(self, value: Any, mesh: Mesh):
         self._sharding = replicated(mesh)
@@ -205,7 +213,7 @@ class MirroredStorage:
         placed = self._placed(value)
         with changes_held(), cells_held():
             if combine != "assign":
-                placed = _combined(self.cell.array, placed, combine)
+                placed = combined_arrays(self.cell.array, placed, combine)
             self.cell.put(placed)
         return Mirrored.from_whole(self.cell.lend())
 
@@ -226,6 +234,7 @@ class OnReadStorage:
     """A copy on each device that its replica alone writes; a read aggregates them."""
 
     per_replica = True
+    shards = None
 
     def __init__(self, value: Any, mesh: Mesh, aggregation: VariableAggregation, name: str):
         self._mesh = mesh
@@ -291,7 +300,7 @@ class OnReadStorage:
             rows = self._spread(jnp.asarray(value))
         with changes_held(), cells_held():
             if combine != "assign":
-                rows = _combined(self.cell.array, rows, combine)
+                rows = combined_arrays(self.cell.array, rows, combine)
             self.cell.put(rows)
         return PerReplica.stacked(self.cell.lend())
 
@@ -311,6 +320,7 @@ class PlacedStorage:
     """One array on one device; with no device given, where JAX puts it."""
 
     per_replica = False
+    shards = None
 
     def __init__(self, value: Any, device: jax.Device | None):
         self.device = device
@@ -344,6 +354,6 @@ class PlacedStorage:
         placed = self._placed(value)
         with changes_held(), cells_held():
             if combine != "assign":
-                placed = _combined(self.cell.array, placed, combine)
+                placed = combined_arrays(self.cell.array, placed, combine)
             self.cell.put(placed)
         return self.read()

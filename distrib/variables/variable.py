@@ -44,6 +44,8 @@ class Variable(ArrayOperators):
       name: a name for messages.
       synchronization: when the copies are brought together.
       aggregation: how what the replicas assign (``ON_WRITE``), or hold (``ON_READ``), is combined.
+      optimizer_state: whether it is state of an optimizer, which a strategy may split over its
+        devices: see ``strategy.extended.experimental_shard_optimizer_state``.
 
     Raises:
       VariableError: if a mode is unknown, or does not fit the dtype or the strategy.
@@ -63,6 +65,8 @@ class Variable(ArrayOperators):
         name: str | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
+        *,
+        optimizer_state: bool = False,
     ):
         value = initial_value() if callable(initial_value) else initial_value
         if isinstance(value, Variable | Mirrored):
@@ -77,11 +81,19 @@ class Variable(ArrayOperators):
         self._strategy = get_strategy()
         self._shape = value.shape
         self._dtype = value.dtype
+        self._optimizer_state = optimizer_state
         self.serial = next(_serial)
-        self.storage: Storage = self._strategy.extended.create_storage(
-            value, self._synchronization, self._aggregation, self._name
-        )
+        self.storage: Storage = self._new_storage(value)
         _live.add(self)
+
+    def _new_storage(self, value: Any) -> Storage:
+        return self._strategy.extended.create_storage(
+            value,
+            self._synchronization,
+            self._aggregation,
+            self._name,
+            optimizer_state=self._optimizer_state,
+        )
 
     @property
     def name(self) -> str:
@@ -230,9 +242,7 @@ class Variable(ArrayOperators):
         other.__dict__.update(self.__dict__)
         other.serial = next(_serial)
         components = self.values
-        other.storage = self._strategy.extended.create_storage(
-            components[0], self._synchronization, self._aggregation, self._name
-        )
+        other.storage = other._new_storage(components[0])
         other.storage.put_components(components)
         _live.add(other)
         return other

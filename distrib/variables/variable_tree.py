@@ -25,6 +25,7 @@ class VariableTree:
         the first replica's.
       trainable: whether the variables are trainable.
       synchronization: when the copies are brought together.
+      optimizer_state: whether it is state of an optimizer, which a strategy may split.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class VariableTree:
         aggregation: VariableAggregation = VariableAggregation.MEAN,
         trainable: bool = False,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        optimizer_state: bool = False,
     ):
         self._name = name
         self.treedef = jax.tree.structure(tree)
@@ -50,6 +52,7 @@ class VariableTree:
                     trainable=trainable,
                     name=path,
                     synchronization=synchronization,
+                    optimizer_state=optimizer_state and floating,
                     aggregation=aggregation if floating else VariableAggregation.ONLY_FIRST_REPLICA,
                 )
             )

@@ -19,6 +19,7 @@ from distrib.collectives import (
     ScatteringOps,
     all_gather,
     all_reduce,
+    check_numbers,
     from_first_replica,
     gathered,
     reduce_scatter,
@@ -278,16 +279,19 @@ class Program:
         return self._weighted(op, value)
 
     def _scattered(self, op: ReduceOp, value: Any, ops: ScatteringOps) -> Any:
+        leaves = check_numbers(value, f"all_reduce({op.name})")
+        shards = [
+            shards_of(leaf.shape, self._size) if jnp.issubdtype(leaf.dtype, jnp.inexact) else None
+            for leaf in leaves
+        ]
+        pairs = list(zip(leaves, shards, strict=True))
+        totals = iter(self._weighted(op, [leaf for leaf, how in pairs if how is None]))
+        split = [leaf for leaf, how in pairs if how is not None]
         if op is ReduceOp.MEAN:
-            value = part_of_sum(value, op.name, None, self._size)
-        leaves, treedef = jax.tree.flatten(value)
-        shards = [shards_of(leaf.shape, self._size) for leaf in leaves]
-        entire = [leaf for leaf, s in zip(leaves, shards, strict=True) if s is None]
-        split = [(leaf, s) for leaf, s in zip(leaves, shards, strict=True) if s is not None]
-        totals = iter(self._weighted(ReduceOp.SUM, entire))
-        parts = iter(reduce_scatter([leaf for leaf, _ in split], [s for _, s in split], ops))
-        combined = [next(totals if s is None else parts) for s in shards]
-        return jax.tree.unflatten(treedef, combined)
+            split = part_of_sum(split, op.name, None, self._size)
+        parts = iter(reduce_scatter(split, [how for how in shards if how is not None], ops))
+        combined = [next(totals if how is None else parts) for how in shards]
+        return jax.tree.unflatten(jax.tree.structure(value), combined)
 
     def accumulate(
         self,

@@ -45,10 +45,14 @@ def accumulator_trees(params: VariableTree) -> dict[str, VariableTree]:
     ``gradient_accumulator`` is like ``params``, and every replica has its own, whose sum over the
     replicas is the sum of the gradients so far. ``micro_step`` is how many steps are in it.
     """
-    zeros = params.build([jnp.zeros(v.shape, v.dtype) for v in params.variables])
+
+    def zeros(variable: Variable) -> jax.Array:
+        floating = jnp.issubdtype(variable.dtype, jnp.inexact)
+        return jnp.zeros(variable.shape, variable.dtype if floating else float)
+
     return {
         "gradient_accumulator": VariableTree(
-            zeros,
+            params.build([zeros(v) for v in params.variables]),
             "gradient_accumulator",
             VariableAggregation.SUM,
             synchronization=VariableSynchronization.ON_READ,

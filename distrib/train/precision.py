@@ -45,7 +45,11 @@ def rounded(tree: Any, dtype: Any) -> Any:
 
 def as_stored(leaves: Sequence[Any], variables: Sequence[Variable]) -> list[Any]:
     """Return real floating leaves in the dtypes of ``variables``, and others as they are."""
-    return [
-        jnp.asarray(leaf, v.dtype) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else leaf
-        for leaf, v in zip(leaves, variables, strict=True)
-    ]
+
+    def stored(leaf: Any, variable: Variable) -> Any:
+        dtypes = jnp.result_type(leaf), variable.dtype
+        if all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+            return jnp.asarray(leaf, variable.dtype)
+        return leaf
+
+    return [stored(leaf, v) for leaf, v in zip(leaves, variables, strict=True)]

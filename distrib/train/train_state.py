@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -11,13 +10,13 @@ from typing import Any, ClassVar
 import flax.serialization
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from distrib.context import current_program, in_cross_replica_context
 from distrib.random import replica_key
 from distrib.reduce_op import ReduceOp
 from distrib.train.accumulation import Accumulation, accumulator_trees, checked_steps
+from distrib.train.fields import is_tree_of_arrays, taken_defaults
 from distrib.train.precision import as_stored, checked_compute_dtype, rounded
 from distrib.variables import HoldsVariables, Variable, VariableAggregation, VariableTree
 
@@ -67,16 +66,7 @@ class TrainState(HoldsVariables):
     def __init_subclass__(cls, **kwargs: Any):
         """Take fields that a subclass declares, with or without a default, as extra fields."""
         super().__init_subclass__(**kwargs)
-        defaults = dict(cls.field_defaults)
-        for name, annotation in vars(cls).get("__annotations__", {}).items():
-            if name in vars(cls) and "ClassVar" not in str(annotation):
-                default = vars(cls)[name]
-                if isinstance(default, dataclasses.Field):
-                    missing = default.default is dataclasses.MISSING
-                    default = default.default_factory() if missing else default.default  # pyright: ignore[reportCallIssue]
-                defaults[name] = default
-                delattr(cls, name)
-        cls.field_defaults = defaults
+        cls.field_defaults = {**cls.field_defaults, **taken_defaults(cls)}
 
     @classmethod
     def create(
@@ -136,7 +126,7 @@ class TrainState(HoldsVariables):
             constants["gradient_accumulation_steps"] = steps
             trees.update(accumulator_trees(trees["params"]))
         for name, tree in {**given, **fields}.items():
-            if _is_tree_of_arrays(tree):
+            if is_tree_of_arrays(tree):
                 trees[name] = VariableTree(tree, name)
             elif name not in given:
                 constants[name] = tree
@@ -245,7 +235,8 @@ class TrainState(HoldsVariables):
     ) -> TrainState:
         """Combine gradients over the replicas, apply the optimizer once, and count the step.
 
-        The optimizer sees the global gradient, so clipping and norms are those of one device.
+        The optimizer sees the global gradient, so clipping and norms are those of one device. With
+        ``gradient_accumulation_steps`` it sees the mean of so many of them, at the last.
 
         Args:
           grads: a pytree like ``params``.
@@ -347,15 +338,6 @@ def _aggregation_name(aggregation: Any) -> str | None:
     if name not in ("MEAN", "SUM", "NONE", None):
         raise ValueError(f"aggregation is {aggregation!r}, and must be 'MEAN', 'SUM' or None.")
     return None if name == "NONE" else name
-
-
-def _is_tree_of_arrays(tree: Any) -> bool:
-    leaves = jax.tree.leaves(tree)
-    return tree is not None and all(
-        isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex)
-        and not isinstance(leaf, bool)
-        for leaf in leaves
-    )
 
 
 def _optimized(

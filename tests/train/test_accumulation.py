@@ -170,6 +170,7 @@ def test_replicas_without_examples_bring_what_they_accumulated_before():
 
 @pytest.mark.parametrize("replicas", [2, 8])
 def test_one_all_reduce_for_each_update(replicas):
+    """Row 8 of the reports: accumulation failed, because replicas met inside of a condition."""
     strategy = mirrored(replicas)
     state = create(strategy, optax.adam(0.1), gradient_accumulation_steps=4)
 
@@ -204,6 +205,37 @@ def test_saved_in_the_middle_and_restored_under_another_strategy(after):
     assert (int(twin.step), int(twin.micro_step)) == (4, 1)  # A copy is another state.
     train(strategy, twin, 5, epochs=1)
     assert_close(twin.params, state.params)
+
+
+def test_accumulators_are_donated():
+    strategy = mirrored(2)
+    state = create(strategy, optax.sgd(0.1), gradient_accumulation_steps=2)
+    named = {v.name: v.storage for v in state.distributed_variables()}
+    old = named["gradient_accumulator['w']"].cell.array
+    assert old.shape == (2, 3)  # One for each replica.
+    train(strategy, state, 10, epochs=1)
+    assert old.is_deleted()
+
+
+@on_two_replicas
+def test_integer_parameters(make_strategy, engine):
+    """Means of integers are no integers: they are accumulated as floating numbers."""
+    strategy = make_strategy()
+    tx = optax.masked(optax.sgd(1.0), {"w": True, "n": False})
+    with strategy.scope():
+        state = distrib.TrainState.create(
+            apply_fn=None,
+            params={"w": 0.0, "n": jnp.int32(7)},
+            tx=tx,
+            gradient_accumulation_steps=2,
+        )
+
+    def step():
+        state.apply_gradients(grads={"w": jnp.float32(1.0), "n": jnp.int32(0)})
+
+    for _ in range(2):
+        strategy.run(step)
+    assert (float(state.params["w"]), int(state.params["n"])) == (-1.0, 7)
 
 
 def test_clipping_sees_the_mean_over_the_steps():

@@ -124,7 +124,7 @@ class Classifier(nn.Module):
         return nn.Dense(4)(nn.relu(nn.Dense(32)(x)))
 
 
-def trained(strategy, compute_dtype, steps=40):
+def trained(strategy, compute_dtype, steps=20):
     rng = np.random.default_rng(0)
     centres = rng.normal(size=(4, 16))
     labels = rng.integers(0, 4, 64)

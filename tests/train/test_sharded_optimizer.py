@@ -311,6 +311,30 @@ def test_integers_and_keys_are_mirrored():
     assert_close(state.params, expected.params)
 
 
+def test_integer_parameters():
+    params = {"w": jnp.ones((4, 6)), "n": jnp.arange(4)}
+    tx = optax.masked(optax.adam(0.1), {"w": True, "n": False})
+    strategy = sharding(2)
+    state = create(strategy, tx, params)
+
+    def step():
+        state.apply_gradients(grads={"w": jnp.ones((4, 6)), "n": jnp.zeros(4, jnp.int32)})
+
+    strategy.run(step)
+    np.testing.assert_allclose(state.params["w"], np.full((4, 6), 0.9), rtol=1e-5)
+    np.testing.assert_array_equal(state.params["n"], np.arange(4))
+
+
+def test_parts_are_donated():
+    strategy = sharding(2)
+    state = create(strategy, optax.adam(0.1))
+    # The first parameters were read, to make the optimizer's state, and are spared.
+    named = {v.name: v.storage.cell.array for v in state.distributed_variables()}
+    train(strategy, state)
+    kept = [name for name, old in named.items() if not old.is_deleted()]
+    assert all(name.startswith("params") for name in kept)
+
+
 # Where it may be set.
 
 

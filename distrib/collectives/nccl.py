@@ -45,6 +45,10 @@ class NcclAllReduce(CompressingOps):
         """Return the sum over the replicas: one `jax.lax.psum`."""
         return jax.lax.psum(value, REPLICA_AXIS)
 
+    def scatter_over_replicas(self, value: jax.Array, axis: int) -> jax.Array:
+        """Return this replica's part, along ``axis``, of the sum of ``value`` over the replicas."""
+        return jax.lax.psum_scatter(value, REPLICA_AXIS, scatter_dimension=axis, tiled=True)
+
     def steps(
         self, value: jax.Array, num_replicas: int, wire: Compression
     ) -> tuple[jax.Array, jax.Array]:

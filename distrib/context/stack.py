@@ -65,10 +65,29 @@ class ReplicaProgram(Protocol):
         """Return the mean of a tree over the replicas, weighted by the examples of each."""
         ...
 
-    def combine(self, value: Any, aggregation: str, names: Any = ()) -> Any:
+    def combine(
+        self, value: Any, aggregation: str, names: Any = (), *, in_parts: bool = False
+    ) -> Any:
         """Combine gradients: SUM, or MEAN weighted by the examples of each replica.
 
-        ``names`` has one for each leaf, for messages.
+        ``names`` has one for each leaf, for messages. ``in_parts`` allows to leave a part of each
+        on each replica; then the result is only good as the operand of :meth:`update`.
+        """
+        ...
+
+    def accumulate(self, variables: Any, value: Any, aggregation: str | None, due: Any) -> Any:
+        """Add gradients to this replica's ``variables``; where ``due``, sum and clear these.
+
+        Args:
+          variables: ``ON_READ`` variables with aggregation SUM, of which replicas have their own.
+          value: an array for each; what the replicas add is combined by ``aggregation`` once it is
+            summed over them.
+          aggregation: SUM, MEAN weighted by the examples of each replica, or None for what has been
+            combined already.
+          due: a boolean scalar, equal on every replica.
+
+        Returns:
+          The sums over the replicas, an array for each variable; zeros where not ``due``.
         """
         ...
 

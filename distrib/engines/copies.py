@@ -18,7 +18,7 @@ from distrib.variables import Variable, combined
 class TracedVariables(Protocol):
     """What a traced program has of variables."""
 
-    def final_value(self, variable: Variable) -> jax.Array:
+    def own_value(self, variable: Variable) -> jax.Array:
         """Return what ``variable`` holds now, in this replica."""
         ...
 
@@ -47,12 +47,12 @@ class TracedCopies:
 
     def read(self, variable: Variable, index: int) -> jax.Array:
         """Return this replica's copy."""
-        return self._program.final_value(variable)
+        return self._program.own_value(variable)
 
     def change(self, variable: Variable, index: int, kind: str, value: Any) -> jax.Array:
         """Change this replica's copy."""
         self._program.update([variable], lambda olds, x: [combined(kind, olds[0], x)], value)
-        return self._program.final_value(variable)
+        return self._program.own_value(variable)
 
     def device(self, variable: Variable, index: int) -> str:
         """Return the device of the only copy; of several, with index ``*``."""

@@ -34,6 +34,7 @@ from distrib.engines.spmd import Step, entering_leaf, even_body, even_finish, ev
 from distrib.engines.uncompiled import Runs, Uncompiled
 from distrib.errors import UnevenReplicasError
 from distrib.platform import leaves_with_paths
+from distrib.variables import live_variables
 
 
 class SpmdEngine:
@@ -110,7 +111,7 @@ class SpmdEngine:
         check_outside_trace()
         fn = unjitted(fn)
         arguments = [Arguments(*call) for call in calls]
-        parts = stretches(arguments, together=not self._placement.deferred)
+        parts = stretches(arguments, together=not self._updates_apart())
         steps = [self._step(fn, part.first, options, True, part) for part in parts]
         check_joinable([step.output_shapes for step in steps if step.output_shapes is not None])
         results = []
@@ -118,6 +119,11 @@ class SpmdEngine:
             result = self._called(step, fn, part.first, part.arrays, in_replica=True)
             results.append(result if part.count > 1 else with_step_axis(result))
         return joined(results)
+
+    def _updates_apart(self) -> bool:
+        """Tell whether updates may be applied outside of the replicas' program, at each step."""
+        variables = live_variables(self._strategy)
+        return self._placement.deferred or any(v.storage.shards is not None for v in variables)
 
     def compiled_text(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

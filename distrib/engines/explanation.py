@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from distrib import render
+from distrib.engines.deferred_updates import updated_variables
 from distrib.engines.hlo import Form, Sent, collectives
 from distrib.engines.lift import Lifted
 from distrib.engines.nnx_objects import is_nnx_object
@@ -219,22 +220,25 @@ def _variables(title: str, uses: Sequence[VariableUse]) -> render.Table:
     return render.Table(f"{title} {count if uses else 'nothing'}", columns, rows)
 
 
-def use_of(lifted: Lifted, mesh: Mesh) -> StepUse:
+def use_of(lifted: Lifted, mesh: Mesh, *, applied_elsewhere: bool) -> StepUse:
     """Describe what a step does with variables and what it returns.
 
     Args:
       lifted: the step.
       mesh: where it runs.
+      applied_elsewhere: whether its updates are applied by another program, where variables are.
     """
-    updated = {id(v): v for update, _, _ in lifted.updates for v in update.variables}
-    written = [*lifted.writes, *updated.values()]
+    updated = updated_variables(lifted.updates)
+    written = list({id(v): v for v in (*lifted.writes, *updated)}.values())
     written_here = {id(v) for v in lifted.writes}
     fetched = [v for v in lifted.reads if id(v) not in written_here and not _lives_on(v, mesh)]
-    operands = lifted.jaxpr.out_avals[lifted.num_outputs + len(lifted.nnx_changes) :]
+    results = lifted.jaxpr.out_avals
+    first = lifted.num_outputs + len(lifted.nnx_changes)
+    operands = results[first : len(results) - len(lifted.writes)]
     copies = []
     if fetched:
         copies.append(Sent("copy to the replicas", tuple(map(_form, fetched)), mesh.devices.size))
-    if updated:
+    if applied_elsewhere:
         back = tuple(map(_form, operands))
         copies.append(Sent("copy to the device of the variables", back))
     return StepUse(
@@ -245,7 +249,7 @@ def use_of(lifted: Lifted, mesh: Mesh) -> StepUse:
             _returned, lifted.output, tuple(lifted.jaxpr.out_avals[: lifted.num_outputs])
         ),
         copies=tuple(copies),
-        num_programs=2 if updated else 1,
+        num_programs=2 if applied_elsewhere else 1,
     )
 
 

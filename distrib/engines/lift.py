@@ -24,6 +24,7 @@ from distrib.collectives import CrossDeviceOps
 from distrib.context import Frame, ReplicaContext, entered
 from distrib.engines.captures import found_nnx_objects
 from distrib.engines.creation import created_too_late, kept_if_finished
+from distrib.engines.deferred_updates import DeferredUpdate, split_off, updated_variables
 from distrib.engines.inlined import InlinedReplicas
 from distrib.engines.local_values import local_value
 from distrib.engines.nnx_objects import (
@@ -35,7 +36,7 @@ from distrib.engines.nnx_objects import (
 )
 from distrib.engines.numerics import Check, Numerics
 from distrib.engines.outputs import Outputs, record_outputs
-from distrib.engines.program import Program, UnknownVariable, Update
+from distrib.engines.program import Program, UnknownVariable
 from distrib.engines.refusals import nnx_differs
 from distrib.engines.varying import used_inputs, varying_outputs
 from distrib.engines.weights import ExampleWeights
@@ -81,12 +82,12 @@ class Lifted:
     """A step as a pure function.
 
     Attributes:
-      jaxpr: ``(leaves, NNX arrays, variables) -> (outputs, NNX changes, new values or operands)``,
+      jaxpr: ``(leaves, NNX arrays, variables) -> (outputs, NNX changes, operands, new values)``,
         all flat, for one replica.
       variables: the variables that are inputs of ``jaxpr``, read or not.
       reads: those of them on whose old values something depends.
       writes: those that it changes in the program: their new values are outputs.
-      updates: what is left to be applied outside of the program, its operands being outputs.
+      updates: what is then left to be applied outside of the program; the operands are outputs.
       output: from the array outputs to what the function returned.
       everywhere: for each of these, whether it is one value for all replicas.
       nnx_changes: the positions of the NNX variables that change.
@@ -95,18 +96,21 @@ class Lifted:
       checks: what is looked at for values that are not finite; then the last of the outputs is not
         the function's but their counts.
       created: the variables among ``writes``, or changed by ``updates``, that the trace created.
+      accumulators: variables in which replicas have accumulated what they are still to bring, also
+        those that have no examples in this step.
     """
 
     jaxpr: Any
     variables: tuple[Variable, ...]
     reads: tuple[Variable, ...]
     writes: tuple[Variable, ...]
-    updates: tuple[tuple[Update, Any, int], ...]
+    updates: tuple[DeferredUpdate, ...]
     output: Callable[[Sequence[Any]], Any]
     everywhere: tuple[bool, ...]
     nnx_changes: tuple[int, ...]
     num_nnx: int
     gradients_are: ReduceOp | None
+    accumulators: tuple[Variable, ...]
     created: tuple[Variable, ...]
     checks: tuple[Check, ...] = ()
 
@@ -118,8 +122,7 @@ class Lifted:
     @property
     def touched(self) -> list[Variable]:
         """The variables that the step reads or changes, wherever its updates are applied."""
-        updated = [v for update, _, _ in self.updates for v in update.variables]
-        return [*self.reads, *self.writes, *updated]
+        return [*self.reads, *self.writes, *updated_variables(self.updates)]
 
 
 def stand_in(variable: Variable) -> Any:
@@ -138,7 +141,7 @@ class _Trace:
         self.everywhere: tuple[bool, ...] = ()
         self.nnx_changes: tuple[int, ...] = ()
         self.writes: tuple[Variable, ...] = ()
-        self.updates: list[tuple[Update, Any, int]] = []
+        self.updates: tuple[DeferredUpdate, ...] = ()
         self.checks: tuple[Check, ...] = ()
 
 
@@ -259,14 +262,15 @@ def _trace(
         changes: list[Any] = []
         if call.nnx:
             changes = _record_nnx(trace, call.nnx, nnx_arrays, objects, program)
-        updates = _record_updates(trace, program, deferred)
+        updates = _record_updates(trace, program)
         if numerics is not None:
             if call.nnx:
                 numerics.changed(
                     call.nnx.paths, nnx_arrays, dict(zip(trace.nnx_changes, changes, strict=True))
                 )
-            written = [(v, program.final_value(v)) for v in program.writes.values()]
-            trace.checks, counts = numerics.finish(list(program.before.values()), written, result)
+            trace.checks, counts = numerics.finish(
+                list(program.before.values()), program.changed, result
+            )
             arrays.append(counts)
             trace.everywhere = (*trace.everywhere, False)
         return arrays + changes + updates
@@ -304,14 +308,15 @@ def _trace(
         variables=tuple(variables),
         reads=tuple(v for v, used in zip(variables, used_variables, strict=True) if used),
         writes=trace.writes,
-        updates=tuple(trace.updates),
+        updates=trace.updates,
         output=trace.outputs.rebuild,
         everywhere=trace.everywhere,
         nnx_changes=trace.nnx_changes,
         num_nnx=num_nnx,
         gradients_are=program.gradients_are,
-        checks=trace.checks,
+        accumulators=tuple(program.accumulators.values()),
         created=tuple(created),
+        checks=trace.checks,
     )
 
 
@@ -378,13 +383,10 @@ def _check_nnx_agree(jaxpr: Any, call: Call, trace: _Trace, variables: list[Vari
             raise nnx_differs(state, position)
 
 
-def _record_updates(trace: _Trace, program: Program, deferred: bool) -> list[Any]:
-    if not deferred:
-        trace.writes = tuple(program.writes.values())
-        return [program.final_value(v) for v in trace.writes]
-    arrays: list[Any] = []
-    for update in program.updates:
-        leaves, treedef = jax.tree.flatten(update.operand)
-        trace.updates.append((Update(update.variables, update.apply, None), treedef, len(leaves)))
-        arrays += [jnp.asarray(leaf) for leaf in leaves]
-    return arrays
+def _record_updates(trace: _Trace, program: Program) -> list[Any]:
+    """Return the operands of what is applied outside, and the new values of the other variables."""
+    trace.writes = tuple(program.writes.values())
+    pairs = [split_off(update) for update in program.updates]
+    trace.updates = tuple(update for update, _ in pairs)
+    operands = [array for _, arrays in pairs for array in arrays]
+    return operands + [program.final_value(v) for v in trace.writes]

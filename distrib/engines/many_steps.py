@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 
 from distrib.engines.arguments import Arguments
 from distrib.engines.lift import Lifted
+from distrib.engines.lowering import Body
 from distrib.engines.outputs import is_array, is_end
-from distrib.engines.spmd import Body
 from distrib.errors import OutputError
 from distrib.platform.mesh import split
 from distrib.values import Layout, PerReplica

@@ -1,6 +1,6 @@
 """Where the variables of a step are, and who applies its updates: two answers.
 
-``InProgram``: every device has a copy (or its row), and the program writes it in place.
+``InProgram``: every device has a copy (its row, its part), and the program writes it in place.
 ``OnOneDevice``: the variables are on one device; before a step they are copied out to the replicas,
 the program returns the combined operands of its updates, and that device applies them.
 """
@@ -13,13 +13,10 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from distrib.engines.program import Update, applied
+from distrib.engines.deferred_updates import DeferredUpdate, apply_in_order, updated_variables
 from distrib.platform import Device
 from distrib.platform.mesh import replicated
 from distrib.variables import Cell, LentCells, Variable
-
-PendingUpdate = tuple[Update, Any, int]
-"""An update without its operand, the structure of the operand, and how many arrays it has."""
 
 
 class UpdatePlacement(Protocol):
@@ -27,7 +24,7 @@ class UpdatePlacement(Protocol):
 
     @property
     def deferred(self) -> bool:
-        """Whether updates are applied outside of the program."""
+        """Whether all updates are applied after the program, and none within it."""
         ...
 
     def fetcher(self, variables: Sequence[Variable], mesh: Mesh) -> Callable[[], list[jax.Array]]:
@@ -35,7 +32,7 @@ class UpdatePlacement(Protocol):
         ...
 
     def applier(
-        self, updates: Sequence[PendingUpdate], operands: Sequence[Any]
+        self, updates: Sequence[DeferredUpdate], operands: Sequence[Any]
     ) -> Callable[[list[jax.Array]], None] | None:
         """Return a function that applies updates to operands of those forms, or None."""
         ...
@@ -43,7 +40,8 @@ class UpdatePlacement(Protocol):
 
 def fetch(variables: Sequence[Variable], mesh: Mesh) -> Callable[[], list[jax.Array]]:
     """Return a function that gives the arrays of variables, copied to the mesh where need be."""
-    cells = [v.storage.cell for v in variables]
+    storages = [v.storage for v in variables]
+    cells = [storage.cell for storage in storages]
     here = [v.distribute_strategy.extended.lives_on(mesh) for v in variables]
     if all(here):
         return lambda: [cell.array for cell in cells]
@@ -52,7 +50,11 @@ def fetch(variables: Sequence[Variable], mesh: Mesh) -> Callable[[], list[jax.Ar
 
     def copied() -> list[jax.Array]:
         arrays = [cell.array for cell in cells]
-        copies = jax.device_put([_one_copy(arrays[i]) for i in elsewhere], everywhere)
+        singles = [
+            _one_copy(arrays[i]) if storages[i].shards is None else storages[i].read()
+            for i in elsewhere
+        ]
+        copies = jax.device_put(singles, everywhere)
         for i, copy in zip(elsewhere, copies, strict=True):
             arrays[i] = copy
         return arrays
@@ -73,7 +75,7 @@ class InProgram:
         """Return a function that gives the arrays as they are; a foreign variable's is copied."""
         return fetch(variables, mesh)
 
-    def applier(self, updates: Sequence[PendingUpdate], operands: Sequence[Any]) -> None:
+    def applier(self, updates: Sequence[DeferredUpdate], operands: Sequence[Any]) -> None:
         """Return None: nothing is left to apply."""
         return None
 
@@ -95,28 +97,19 @@ class OnOneDevice:
         return fetch(variables, mesh)
 
     def applier(
-        self, updates: Sequence[PendingUpdate], operands: Sequence[Any]
+        self, updates: Sequence[DeferredUpdate], operands: Sequence[Any]
     ) -> Callable[[list[jax.Array]], None] | None:
         """Return a function that brings operands to the device and applies the updates there."""
         if not updates:
             return None
-        variables = list({id(v): v for update, _, _ in updates for v in update.variables}.values())
-        position = {id(v): i for i, v in enumerate(variables)}
+        variables = updated_variables(updates)
         cells = [v.storage.cell for v in variables]
         device = self._device
 
         def apply_all(olds: list[jax.Array], operands: list[jax.Array]) -> list[jax.Array]:
-            news = list(olds)
-            start = 0
-            for update, treedef, count in updates:
-                operand = jax.tree.unflatten(treedef, operands[start : start + count])
-                start += count
-                places = [position[id(v)] for v in update.variables]
-                complete = Update(update.variables, update.apply, operand)
-                results = applied(complete, [news[i] for i in places])
-                for i, result in zip(places, results, strict=True):
-                    news[i] = result
-            return news
+            values = dict(zip(map(id, variables), olds, strict=True))
+            apply_in_order(updates, values, operands)
+            return [values[id(v)] for v in variables]
 
         def form(x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))

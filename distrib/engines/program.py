@@ -17,6 +17,7 @@ import numpy as np
 
 from distrib.collectives import (
     CrossDeviceOps,
+    ScatteringOps,
     algorithm_for,
     all_gather,
     all_reduce,
@@ -25,7 +26,11 @@ from distrib.collectives import (
     all_rows,
     check_for_gather,
     check_no_timeout,
+    check_numbers,
     from_first_replica,
+    gathered,
+    reduce_scatter,
+    scattering_ops,
 )
 from distrib.context import Frame, current_frame, entered
 from distrib.engines.copies import TracedCopies
@@ -40,8 +45,9 @@ from distrib.engines.refusals import (
     run_in_merge_function,
     without_aggregation,
 )
-from distrib.engines.weights import ExampleWeights
+from distrib.engines.weights import ExampleWeights, part_of_sum
 from distrib.errors import AggregationError, ContextError
+from distrib.platform import shards_of
 from distrib.platform.jax_compat import trace_token
 from distrib.reduce_op import ReduceOp
 from distrib.values import IndexedSlices, is_slices, map_apart
@@ -72,8 +78,9 @@ class UnknownVariable(Exception):
 class Update:
     """Variables that become ``apply(old values, operand)``.
 
-    ``operand`` is a tree that is equal on every replica, so the update may be applied by whoever
-    holds the variables: the program on every copy, or one device.
+    ``operand`` is a tree that is equal on every replica, but for what is ``Scattered`` over them,
+    so the update may be applied by whoever holds the variables: the program on every copy, one
+    device, or all devices together.
     """
 
     variables: tuple[Variable, ...]
@@ -92,7 +99,9 @@ class _Pending:
     def value(self, index: int) -> jax.Array:
         if self._news is None:
             olds = [force(old) for old in self._olds]
-            self._news = applied(self._update, olds)
+            update = self._update
+            operand = gathered(update.operand)
+            self._news = applied(Update(update.variables, update.apply, operand), olds)
         return self._news[index]
 
 
@@ -116,7 +125,8 @@ class Program:
       ops: how values are added over them.
       inputs: the variables that are inputs, by ``id``, with their traced values.
       created: filled with the variables that the step creates.
-      deferred: whether updates are applied outside the program, on the device of the variables.
+      deferred: whether all updates are applied outside of the program. Those of variables that are
+        split over the devices always are.
       weights: the examples of each replica, where they differ; None where all have equally many.
       numerics: looks at values that must be finite; None where that is not asked for.
     """
@@ -143,9 +153,11 @@ class Program:
         self._token = trace_token()
         self._current: dict[int, Any] = {}
         self.before: dict[int, tuple[Variable, Any]] = {}
+        self._final: dict[int, Any] = {}
         self.writes: dict[int, Variable] = {}
         self.updates: list[Update] = []
         self.created = created
+        self.accumulators: dict[int, Variable] = {}
         self._combined_by: ReduceOp | None = None
         self._counts_examples = False
         # How a program that begins in cross-replica context calls its replicas.
@@ -181,7 +193,7 @@ class Program:
         self.created.append(variable)
         if self._size > 1 and current_frame().replica is not None:
             value = from_first_replica(value)
-        self._set(variable, value)
+        self._current[id(variable)] = value
         self.update([variable], lambda olds, x: [x], value)
         return variable.storage
 
@@ -232,12 +244,13 @@ class Program:
         for variable in variables:
             self._check_writable(variable)
         update = Update(tuple(variables), apply, operand)
-        self.updates.append(update)
-        if self._deferred:
+        if any(self._is_deferred(v) for v in variables):
+            self.updates.append(update)
             pending = _Pending(update, [self._entry(v) for v in variables])
             for i, variable in enumerate(variables):
-                self._set(variable, lambda i=i: pending.value(i))
+                self._current[id(variable)] = lambda i=i: pending.value(i)
         else:
+            update = Update(update.variables, apply, gathered(operand))
             news = applied(update, [self._own(v) for v in variables])
             for variable, new in zip(variables, news, strict=True):
                 self._set(variable, new)
@@ -247,12 +260,31 @@ class Program:
         """The copies of variables, for ``extended.update``."""
         return TracedCopies(self, self._size, one_copy=self._deferred)
 
-    def final_value(self, variable: Variable) -> jax.Array:
-        """Return what this replica's copy of ``variable`` holds now, in the end the new value."""
+    def own_value(self, variable: Variable) -> jax.Array:
+        """Return what this replica's copy of ``variable`` holds now."""
         return self._own(variable)
 
-    def _set(self, variable: Variable, value: Any) -> None:
-        self._current[id(variable)] = value
+    @property
+    def changed(self) -> list[tuple[Variable, jax.Array]]:
+        """The variables that have changed, wherever that is, with what this replica sees of them.
+
+        For checks: what is updated elsewhere is computed in the program for it too.
+        """
+        updated = [v for update in self.updates for v in update.variables]
+        changed = {id(v): v for v in (*self.writes.values(), *updated)}
+        return [(v, self._own(v)) for v in changed.values()]
+
+    def _is_deferred(self, variable: Variable) -> bool:
+        """Tell whether ``variable`` is updated outside; once one is, what follows must be too."""
+        pending = callable(self._current.get(id(variable)))
+        return self._deferred or variable.storage.shards is not None or pending
+
+    def final_value(self, variable: Variable) -> jax.Array:
+        """Return what one of :attr:`writes` holds at the end, before the :attr:`updates`."""
+        return self._final[id(variable)]
+
+    def _set(self, variable: Variable, value: jax.Array) -> None:
+        self._current[id(variable)] = self._final[id(variable)] = value
         self.writes[id(variable)] = variable
 
     def _check_writable(self, variable: Variable) -> None:
@@ -266,7 +298,7 @@ class Program:
         if self._size == 1:
             return value
         if aggregation is VariableAggregation.NONE:
-            if variable.storage.per_replica or self._deferred:
+            if variable.storage.per_replica or self._is_deferred(variable):
                 raise without_aggregation(variable)
             return value
         if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -369,9 +401,22 @@ class Program:
         """What a mean over the replicas multiplies this one's value by, weighted by examples."""
         return 1 / self._size if self._weights is None else self._weights.share
 
-    def combine(self, value: Any, aggregation: str, names: Sequence[str] = ()) -> Any:
-        """Combine gradients over the replicas: SUM, or MEAN weighted by the examples of each."""
+    def combine(
+        self,
+        value: Any,
+        aggregation: str,
+        names: Sequence[str] = (),
+        *,
+        in_parts: bool = False,
+    ) -> Any:
+        """Combine gradients over the replicas: SUM, or MEAN weighted by the examples of each.
+
+        Each replica gets a part of every array ``in_parts``, where there is something to split.
+        """
         op = self._combined_by = ReduceOp.parse(aggregation)
+        ops = scattering_ops(self._ops) if in_parts and self._weights is None else None
+        if ops is not None:
+            return self._scattered(op, value, ops, names)
         return self._weighted(op, value, names)
 
     def combine_with_feedback(
@@ -396,6 +441,51 @@ class Program:
             op, value, residuals, num_replicas=self._size, ops=self._ops
         )
 
+    def _scattered(self, op: ReduceOp, value: Any, ops: ScatteringOps, names: Sequence[str]) -> Any:
+        if self._numerics is not None:
+            self._numerics.combined(f"what is combined ({op.name})", value, names)
+        leaves = check_numbers(value, f"all_reduce({op.name})")
+        shards = [
+            shards_of(leaf.shape, self._size) if jnp.issubdtype(leaf.dtype, jnp.inexact) else None
+            for leaf in leaves
+        ]
+        pairs = list(zip(leaves, shards, strict=True))
+        totals = iter(self._added(op, [leaf for leaf, how in pairs if how is None]))
+        split = [leaf for leaf, how in pairs if how is not None]
+        if op is ReduceOp.MEAN:
+            split = part_of_sum(split, op.name, None, self._size)
+        parts = iter(reduce_scatter(split, [how for how in shards if how is not None], ops))
+        combined = [next(totals if how is None else parts) for how in shards]
+        return jax.tree.unflatten(jax.tree.structure(value), combined)
+
+    def accumulate(
+        self,
+        variables: Sequence[Variable],
+        value: Sequence[Any],
+        aggregation: str | None,
+        due: Any,
+    ) -> list[Any]:
+        """Add gradients to this replica's ``variables``; where ``due``, sum and clear these."""
+        if aggregation is not None:
+            self._combined_by = ReduceOp.parse(aggregation)
+        if self._numerics is not None:
+            self._numerics.combined("what is accumulated", value)
+        parts = part_of_sum(value, aggregation, self._weights, self._size)
+        sums = [v.fitted(self._own(v) + x) for v, x in zip(variables, parts, strict=True)]
+
+        def total() -> list[Any]:
+            return all_reduce(ReduceOp.SUM, sums, num_replicas=self._size, ops=self._ops)
+
+        if self._weights is None:
+            totals = jax.lax.cond(due, total, lambda: [jnp.zeros_like(x) for x in sums])
+        else:  # Programs for different shapes are brought together at their collectives.
+            totals = total()
+        for variable, x in zip(variables, sums, strict=True):
+            self._check_writable(variable)
+            self._set(variable, jnp.where(due, 0, x))
+            self.accumulators[id(variable)] = variable
+        return totals
+
     def average(self, value: Any, names: Sequence[str] = ()) -> Any:
         """Return the mean of a tree over the replicas, weighted by the examples of each."""
         return self._weighted(ReduceOp.MEAN, value, names)
@@ -408,6 +498,9 @@ class Program:
         if self._weights is not None:
             value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
             op = ReduceOp.SUM
+        return self._added(op, value)
+
+    def _added(self, op: ReduceOp, value: Any) -> Any:
         return map_apart(
             value,
             lambda arrays: all_reduce(op, arrays, num_replicas=self._size, ops=self._ops),

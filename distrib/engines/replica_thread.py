@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 
 from distrib.collectives import (
@@ -32,7 +33,7 @@ from distrib.engines.refusals import (
 )
 from distrib.engines.step_values import StepValues
 from distrib.engines.turns import Request, Turn
-from distrib.engines.weights import ExampleWeights
+from distrib.engines.weights import ExampleWeights, part_of_sum
 from distrib.errors import AggregationError, ContextError, MeetingError, NestedTraceError
 from distrib.platform import trace_token
 from distrib.reduce_op import ReduceOp
@@ -296,7 +297,14 @@ class ReplicaThread:
         name = getattr(merge_fn, "__qualname__", repr(merge_fn))
         return self._ask("merge_call", f"merge_call({name})", (merge_fn, tuple(args), kwargs))
 
-    def combine(self, value: Any, aggregation: str, names: Sequence[str] = ()) -> Any:
+    def combine(
+        self,
+        value: Any,
+        aggregation: str,
+        names: Sequence[str] = (),
+        *,
+        in_parts: bool = False,
+    ) -> Any:
         """Combine a tree: SUM, or MEAN weighted by the examples of each replica."""
         op = ReduceOp.parse(aggregation)
         if self._numerics is not None:
@@ -339,6 +347,28 @@ class ReplicaThread:
             op = ReduceOp.SUM
         shown = f"the combination ({aggregation}) of gradients with error feedback"
         return self._ask(("feedback", op, len(value)), shown, (list(value), list(residuals)))
+
+    def accumulate(
+        self,
+        variables: Sequence[Variable],
+        value: Sequence[Any],
+        aggregation: str | None,
+        due: Any,
+    ) -> list[Any]:
+        """Add gradients to this replica's ``variables``; where ``due``, sum and clear these."""
+        if self._numerics is not None:
+            self._numerics.combined("what is accumulated", value)
+        parts = part_of_sum(value, aggregation, self._weights, self._size)
+        sums = [v.fitted(self.read(v) + x) for v, x in zip(variables, parts, strict=True)]
+        zeros = [jnp.zeros_like(x) for x in sums]
+        totals, left = zeros, sums
+        if due:
+            kind = ("all_reduce", ReduceOp.SUM, "accumulated", *map(id, variables))
+            totals, left = self._ask(kind, "the sum of accumulated gradients", sums), zeros
+        for variable, x in zip(variables, left, strict=True):
+            self._check_writable(variable)
+            self._values.set(variable, self._replica, x)
+        return totals
 
     def average(self, value: Any, names: Sequence[str] = ()) -> Any:
         """Return the mean of a tree over the replicas, weighted by the examples of each."""

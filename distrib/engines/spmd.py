@@ -9,55 +9,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
+from distrib.engines.deferred_updates import updated_variables
 from distrib.engines.explanation import use_of
 from distrib.engines.interrupts import InterruptsDeferred
 from distrib.engines.lift import Lifted, stand_in
+from distrib.engines.lowering import EVERYWHERE, SPLIT, Body, Leaf, Specs, lower
 from distrib.engines.numerics import require_finite
 from distrib.engines.placement import UpdatePlacement
 from distrib.engines.signature import Kind
 from distrib.engines.varying import calls_back
 from distrib.platform.jax_compat import jaxpr_function, uncommitted
-from distrib.platform.mesh import REPLICA_AXIS, replicated, split, stack_parts
+from distrib.platform.mesh import replicated, split, stack_parts
 from distrib.values import Layout, Mirrored, PerReplica, local_shards
-from distrib.variables import LentCells, Variable, cells_held, changes_held
-
-_EVERYWHERE = PartitionSpec()
-_SPLIT = PartitionSpec(REPLICA_AXIS)
-
-Body = Callable[[dict[int, Any], list, list], tuple[list, list, list]]
-"""From variables by ``id``, leaves and NNX arrays of a replica to outputs (those that differ by
-replica with a leading replica axis), what is equal everywhere and not a variable, and the new
-values of the variables written."""
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """An array leaf of a call.
-
-    Attributes:
-      kind: how it enters the program.
-      key: what of it the program depends on.
-      form: shape and dtype of the array that enters, over all devices.
-      moved: whether it lies on the devices of another strategy and is moved at each call.
-    """
-
-    kind: Kind
-    key: Any
-    form: jax.ShapeDtypeStruct
-    moved: bool = False
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """How the array lies on the mesh."""
-        return _EVERYWHERE if self.kind is Kind.EVERYWHERE else _SPLIT
+from distrib.variables import LentCells, cells_held, changes_held
 
 
 def entering_leaf(leaf: Any, kind: Kind, key: Any, form: jax.ShapeDtypeStruct, mesh: Mesh) -> Leaf:
@@ -94,32 +65,40 @@ class Step:
         body: Body,
         finish: Callable[[list], Any],
         *,
-        out_specs: PartitionSpec | list[PartitionSpec] = _SPLIT,
+        out_specs: Specs = SPLIT,
         output_shapes: Sequence[tuple[int, ...] | None] = (),
         xla_options: dict[str, Any] | None = None,
     ):
-        written_ids = {id(v) for v in lifted.writes}
+        # Variables that are split over the devices are updated by all of these together: in the
+        # same program, outside of the replicas'.
+        together = () if placement.deferred else lifted.updates
+        written = [*lifted.writes, *updated_variables(together)]
+        written = list({id(v): v for v in written}.values())
+        written_ids = {id(v) for v in written}
         read = [v for v in lifted.reads if id(v) not in written_ids]
         self._checks = lifted.checks
         # A callback may raise while the step runs, and a check after it: the old values are then
         # kept until it is over.
         self._may_fail = calls_back(lifted.jaxpr.jaxpr) or bool(self._checks)
-        lowered = _lower(
-            lifted, lifted.writes, read, leaves, mesh, body, out_specs, donated=not self._may_fail
+        donated = not self._may_fail
+        lowered = lower(
+            lifted, written, read, together, leaves, mesh, body, out_specs, donated=donated
         )
         self.compiled = lowered.compile(xla_options)
         self.output_shapes = output_shapes
-        self.use = use_of(lifted, mesh)
         self._leaves = leaves
         self._mesh = mesh
         self._everywhere = replicated(mesh)
-        self._written = [v.storage.cell for v in lifted.writes]
+        self._written = [v.storage.cell for v in written]
         self._keep = LentCells(self._written)
         self._fetch_read = placement.fetcher(read, mesh)
         self._finish = finish
         self._nnx_changes = lifted.nnx_changes
-        operands = lifted.jaxpr.out_avals[lifted.num_outputs + len(lifted.nnx_changes) :]
+        results = lifted.jaxpr.out_avals
+        first = lifted.num_outputs + len(lifted.nnx_changes)
+        operands = results[first : len(results) - len(lifted.writes)]
         self._apply = placement.applier(lifted.updates, operands)
+        self.use = use_of(lifted, mesh, applied_elsewhere=self._apply is not None)
         self.created = lifted.created
         # Filled by the cache: what ends the life of this step.
         self.watches: list[Any] = []
@@ -210,68 +189,6 @@ class Step:
         return jax.device_put(array, self._everywhere)
 
 
-def _lower(
-    lifted: Lifted,
-    written: Sequence[Variable],
-    read: Sequence[Variable],
-    leaves: Sequence[Leaf],
-    mesh: Mesh,
-    body: Body,
-    out_specs: PartitionSpec | list[PartitionSpec],
-    *,
-    donated: bool,
-) -> Any:
-    size = mesh.devices.size
-    num_variables, num_nnx = len(lifted.variables), lifted.num_nnx
-
-    def program(written_arrays: list, read_arrays: list, arrays: list, nnx: list) -> tuple:
-        values = {}
-        for variable, array in (
-            *zip(written, written_arrays, strict=True),
-            *zip(read, read_arrays, strict=True),
-        ):
-            values[id(variable)] = array[0] if variable.storage.per_replica else array
-        outputs, common, new = body(values, arrays, nnx)
-        new = [x[None] if v.storage.per_replica else x for v, x in zip(written, new, strict=True)]
-        return outputs, common, new
-
-    def form(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        sharding: NamedSharding = split(mesh) if spec == _SPLIT else replicated(mesh)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    def variable_form(v: Variable) -> jax.ShapeDtypeStruct:
-        shape = (size, *v.shape) if v.storage.per_replica else v.shape
-        return form(jax.ShapeDtypeStruct(shape, v.dtype), _variable_spec(v))
-
-    avals = lifted.jaxpr.in_avals
-    nnx_forms = avals[len(avals) - num_variables - num_nnx : len(avals) - num_variables]
-    written_specs = [_variable_spec(v) for v in written]
-    mapped = jax.shard_map(
-        program,
-        mesh=mesh,
-        in_specs=(
-            written_specs,
-            [_variable_spec(v) for v in read],
-            [leaf.spec for leaf in leaves],
-            _EVERYWHERE,
-        ),
-        out_specs=(out_specs if size > 1 else _EVERYWHERE, _EVERYWHERE, written_specs),
-        check_vma=False,
-    )
-    # keep_unused: an old value that the step overwrites without reading is to be donated all the
-    # same.
-    return jax.jit(mapped, donate_argnums=(0,) if donated else (), keep_unused=True).lower(
-        [variable_form(v) for v in written],
-        [variable_form(v) for v in read],
-        [form(leaf.form, leaf.spec) for leaf in leaves],
-        [form(x, _EVERYWHERE) for x in nnx_forms],
-    )
-
-
-def _variable_spec(variable: Variable) -> PartitionSpec:
-    return _SPLIT if variable.storage.per_replica else _EVERYWHERE
-
-
 def even_body(lifted: Lifted, leaves: Sequence[Leaf], num_replicas: int) -> Body:
     """Return the body of a step whose replicas all see the same shapes: the lifted step itself."""
 
@@ -298,7 +215,7 @@ def entered_form(array: Any, leaf: Leaf) -> Any:
 
 def even_out_specs(lifted: Lifted) -> list[PartitionSpec]:
     """Return how the outputs of :func:`even_body` lie on the mesh."""
-    return [_EVERYWHERE if everywhere else _SPLIT for everywhere in lifted.everywhere]
+    return [EVERYWHERE if everywhere else SPLIT for everywhere in lifted.everywhere]
 
 
 def even_finish(lifted: Lifted, num_replicas: int) -> Callable[[list], Any]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from distrib.engines.grouped_outputs import finisher
 from distrib.engines.groups import Forms, Group, Lift
 from distrib.engines.lift import stand_in
+from distrib.engines.lowering import Leaf
 from distrib.engines.meetings import (
     Direction,
     acts,
@@ -30,7 +31,7 @@ from distrib.engines.meetings import (
 )
 from distrib.engines.replica_means import find_means, means_over_groups
 from distrib.engines.signature import Kind
-from distrib.engines.spmd import Leaf, entered_form
+from distrib.engines.spmd import entered_form
 from distrib.engines.varying import equal_everywhere, mentions
 from distrib.platform.jax_compat import bind_equation
 from distrib.platform.mesh import REPLICA_AXIS
@@ -79,6 +80,7 @@ class Together:
         ]
         self._all_common = self._find_common()
         self._wanted = [self._find_wanted(g) for g in range(len(groups))]
+        self._accumulated = [self._find_accumulated(g) for g in range(len(groups))]
 
     def body(self, values: dict[int, Any], arrays: list, nnx: list) -> tuple[list, list, list]:
         """Run the program of a replica, whichever its group."""
@@ -132,6 +134,20 @@ class Together:
             if g == 0 or not self._is_common_output(first)
         ]
         return needed(cuts, outputs)
+
+    def _find_accumulated(self, g: int) -> set[Any]:
+        """Return what group ``g`` computes out of its accumulators.
+
+        It holds the examples of earlier steps: replicas bring and keep it that have none in this.
+        """
+        step, cuts = self._steps[g], self._cuts[g]
+        accumulators = {id(v) for v in step.accumulators}
+        inputs = cuts.inputs[len(cuts.inputs) - len(step.variables) :]
+        found = {x for x, v in zip(inputs, step.variables, strict=True) if id(v) in accumulators}
+        for equation in (e for stretch in cuts.stretches for e in stretch):
+            if any(not is_literal(atom) and atom in found for atom in equation.invars):
+                found.update(equation.outvars)
+        return found
 
     def _is_common_output(self, atom: Any) -> bool:
         return is_literal(atom) or atom in self._all_common
@@ -257,7 +273,9 @@ class Together:
         """Return what a replica of group ``g`` brings to a meeting."""
         meeting = self._cuts[g].meetings[index]
         if not self._groups[g].takes_part:
-            return _nothing_for(meeting.primitive.name, value)
+            atom = meeting.invars[operand]
+            accumulated = not is_literal(atom) and atom in self._accumulated[g]
+            return value if accumulated else _nothing_for(meeting.primitive.name, value)
         if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
             return value
         direction = self._means[g].get((index, operand))
@@ -336,6 +354,9 @@ class Together:
         nnx_start = len(self._groups[g].forms)
         first_write = len(cuts.outputs) - len(step.writes)
         if i >= first_write:
+            new = cuts.outputs[i]
+            if not is_literal(new) and new in self._accumulated[g]:
+                return values[new]
             written = id(step.writes[i - first_write])
             position = [id(v) for v in step.variables].index(written)
             return values[cuts.inputs[nnx_start + step.num_nnx + position]]

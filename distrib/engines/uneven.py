@@ -14,9 +14,10 @@ from jax.sharding import Mesh
 
 from distrib.engines.groups import Forms, Lift, trace_group
 from distrib.engines.lift import Lifted
+from distrib.engines.lowering import Leaf
 from distrib.engines.placement import UpdatePlacement
 from distrib.engines.signature import Kind, traced_form
-from distrib.engines.spmd import Leaf, Step, entering_leaf
+from distrib.engines.spmd import Step, entering_leaf
 from distrib.engines.together import Together
 from distrib.engines.weights import ExampleWeights, examples_of
 from distrib.errors import UnevenReplicasError

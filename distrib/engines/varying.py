@@ -43,6 +43,10 @@ def _results(equation: Any, operands: list[bool], axis: str) -> list[bool]:
     equal = equal_everywhere(equation, axis)
     if any(equal):
         return [not is_equal for is_equal in equal]
+    if name == "cond" and not operands[0]:
+        branches = [getattr(branch, "jaxpr", branch) for branch in equation.params["branches"]]
+        per_branch = [varying_outputs(branch, operands[1:], axis) for branch in branches]
+        return [any(results) for results in zip(*per_branch, strict=True)]
     inner = sub_jaxpr(equation)
     if inner is not None and name not in _LOOPS and len(inner.invars) == len(operands):
         return varying_outputs(inner, operands, axis)

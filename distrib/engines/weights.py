@@ -51,6 +51,24 @@ class ExampleWeights:
         return x * jnp.asarray(self.share, x.dtype) if self.mine else jnp.zeros_like(x)
 
 
+def part_of_sum(
+    tree: Any, aggregation: str | None, weights: ExampleWeights | None, num_replicas: int
+) -> Any:
+    """Return what a replica adds to a sum over the replicas that is to combine gradients.
+
+    Args:
+      tree: the gradients of the replica.
+      aggregation: SUM; MEAN, weighted by examples; or None: all replicas have the combined ones.
+      weights: the examples of the replica, where they differ.
+      num_replicas: how many replicas there are.
+    """
+    if weights is not None and aggregation is not None:
+        return weights.applied(tree, mean=aggregation == "MEAN")
+    if aggregation == "SUM":
+        return tree
+    return jax.tree.map(lambda x: x * jnp.asarray(1.0 / num_replicas, x.dtype), tree)
+
+
 def examples_of(arguments: Iterable[Sequence[tuple[int, ...]]]) -> list[int] | None:
     """Return the examples of each replica, or None where all have equally many.
 

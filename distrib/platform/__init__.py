@@ -22,6 +22,7 @@ from distrib.platform.jax_compat import (
 )
 from distrib.platform.mesh import REPLICA_AXIS, replica_mesh, replicated, split, stack_parts
 from distrib.platform.pytree_paths import leaves_with_paths, path_string
+from distrib.platform.shards import Shards, shards_of
 from distrib.platform.tracebacks import (
     ends_with_users_line,
     stack_as_traceback,
@@ -32,6 +33,7 @@ from distrib.platform.virtual_devices import ensure_thread_pool, set_logical_dev
 __all__ = [
     "Device",
     "REPLICA_AXIS",
+    "Shards",
     "backends_initialized",
     "bind_equation",
     "device_string",
@@ -47,6 +49,7 @@ __all__ = [
     "resolve_device",
     "resolve_devices",
     "set_logical_devices",
+    "shards_of",
     "short_device_string",
     "split",
     "stack_as_traceback",

@@ -36,6 +36,10 @@ class VariableHome(Protocol):
         """Make the place for the value of one variable."""
         ...
 
+    def create_sharded_storage(self, value: Any) -> Storage | None:
+        """Make a place for a value that is split over the devices; None where it cannot be."""
+        ...
+
     def lives_on(self, mesh: Mesh) -> bool:
         """Tell whether a program on ``mesh`` can take the arrays of variables as they are."""
         ...

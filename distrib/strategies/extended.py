@@ -45,6 +45,7 @@ class StrategyExtended:
       eager_engine: where they run under ``distrib.config.run_functions_eagerly(True)``.
       combiner: how values are combined.
       cross_device_ops: the algorithm by which they are added; None for one replica or none.
+      can_shard_optimizer_state: whether ``experimental_shard_optimizer_state`` may be set.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class StrategyExtended:
         eager_engine: Runner | None = None,
         combiner: Combiner,
         cross_device_ops: CrossDeviceOps | None = None,
+        can_shard_optimizer_state: bool = False,
     ):
         self._strategy = strategy
         self._devices = tuple(devices)
@@ -67,6 +69,8 @@ class StrategyExtended:
         self.eager_engine: Runner = engine if eager_engine is None else eager_engine
         self.combiner = combiner
         self.cross_device_ops = cross_device_ops
+        self._can_shard_optimizer_state = can_shard_optimizer_state
+        self._shard_optimizer_state = False
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -83,6 +87,32 @@ class StrategyExtended:
         """Whether replicas must see equal shapes; False: uneven batches are allowed."""
         return False
 
+    @property
+    def experimental_shard_optimizer_state(self) -> bool:
+        """Whether the optimizer state of new train states is split over the replicas.
+
+        Set it before a ``TrainState`` is created. Each device then keeps one part of the optimizer
+        state: gradients are reduce-scattered, each replica updates its part, and the parameters are
+        all-gathered. The values are those of mirrored state; its memory is divided by the number of
+        replicas, but for scalars, integers and keys, of which each has a copy. This is stage 1 of
+        Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+        SC 2020, section 5.1.
+
+        Raises:
+          ValueError: when it is set to True on a strategy other than ``MirroredStrategy``.
+        """
+        return self._shard_optimizer_state
+
+    @experimental_shard_optimizer_state.setter
+    def experimental_shard_optimizer_state(self, value: bool) -> None:
+        if value and not self._can_shard_optimizer_state:
+            raise ValueError(
+                "experimental_shard_optimizer_state has no effect under "
+                f"{type(self._strategy).__name__}, which has one copy of every variable: use "
+                "MirroredStrategy, or leave it False."
+            )
+        self._shard_optimizer_state = bool(value)
+
     # What variables ask.
 
     def create_storage(
@@ -91,6 +121,8 @@ class StrategyExtended:
         synchronization: VariableSynchronization,
         aggregation: VariableAggregation,
         name: str,
+        *,
+        optimizer_state: bool = False,
     ) -> Storage:
         """Make the place for the value of a new variable.
 
@@ -98,6 +130,10 @@ class StrategyExtended:
           ContextError: in the scope of another strategy.
         """
         self.check_scope()
+        if optimizer_state and self._shard_optimizer_state:
+            sharded = self._home.create_sharded_storage(value)
+            if sharded is not None:
+                return sharded
         return self._home.create_storage(value, synchronization, aggregation, name)
 
     def check_scope(self) -> None:

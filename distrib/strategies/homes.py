@@ -7,11 +7,12 @@ from typing import Any
 from jax.sharding import Mesh
 
 from distrib.errors import VariableError
-from distrib.platform import Device
+from distrib.platform import Device, shards_of
 from distrib.variables import (
     MirroredStorage,
     OnReadStorage,
     PlacedStorage,
+    ShardedStorage,
     Storage,
     VariableAggregation,
     VariableSynchronization,
@@ -47,6 +48,11 @@ class OnEveryDevice:
                 return OnReadStorage(value, self._mesh, aggregation, name)
         return MirroredStorage(value, self._mesh)
 
+    def create_sharded_storage(self, value: Any) -> Storage | None:
+        """Put a part of the value on each device; None where a part would be all of it."""
+        shards = shards_of(value.shape, len(self.devices))
+        return None if shards is None else ShardedStorage(value, self._mesh, shards)
+
     def lives_on(self, mesh: Mesh) -> bool:
         """Tell whether ``mesh`` is this one."""
         return mesh == self._mesh
@@ -78,6 +84,10 @@ class OnDevice:
         if self._device is not None:
             refuse_unsynchronized(synchronization, name)
         return PlacedStorage(value, self._device)
+
+    def create_sharded_storage(self, value: Any) -> None:
+        """Return None: there is one device."""
+        return None
 
     def lives_on(self, mesh: Mesh) -> bool:
         """Return False: the arrays are copied to a mesh."""

@@ -18,7 +18,9 @@ class MirroredStrategy(Strategy):
     """Synchronous training on the devices of one process, with a copy of all variables on each.
 
     Variables live on every device; one SPMD program runs all replicas; values are combined by an
-    all-reduce in the program; updates are applied in the program, on every copy.
+    all-reduce in the program; updates are applied in the program, on every copy. With
+    ``strategy.extended.experimental_shard_optimizer_state = True`` each device keeps and updates a
+    part of the optimizer state only.
 
     Args:
       devices: device strings or ``jax.Device`` objects; by default, and for an empty list, all
@@ -65,5 +67,6 @@ class MirroredStrategy(Strategy):
                 eager_engine=threads,
                 combiner=MeshCombiner(mesh, resolved[0], ops),
                 cross_device_ops=ops,
+                can_shard_optimizer_state=True,
             )
         )

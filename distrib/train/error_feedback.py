@@ -47,14 +47,14 @@ def residuals_for(params: VariableTree) -> VariableTree | None:
 def combine(
     program: Any,
     params: VariableTree,
-    residuals: VariableTree | None,
+    residuals: VariableTree,
     grads: Sequence[Any],
     aggregation: str,
     names: Sequence[str],
 ) -> Sequence[jax.Array]:
-    """Combine gradients over the replicas, with error feedback where there are residuals.
+    """Combine gradients over the replicas with error feedback.
 
-    Gradients of rows are made dense then, for what is rounded off may be of any row.
+    Gradients of rows are made dense, for what is rounded off may be of any row.
 
     Args:
       program: of the step.
@@ -64,8 +64,6 @@ def combine(
       aggregation: ``"SUM"`` or ``"MEAN"``.
       names: a name for each gradient, for messages.
     """
-    if residuals is None:
-        return program.combine(grads, aggregation, names)
     rounded = [i for i, v in enumerate(params.variables) if _is_rounded(v)]
     totals, errors = program.combine_with_feedback(
         [grads[i].to_dense() if is_slices(grads[i]) else grads[i] for i in rounded],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -11,14 +10,16 @@ from typing import Any, ClassVar
 import flax.serialization
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from distrib.context import current_program, in_cross_replica_context
 from distrib.platform import ends_with_users_line, leaves_with_paths
 from distrib.random import replica_key
 from distrib.reduce_op import ReduceOp
+from distrib.train.accumulation import Accumulation, accumulator_trees, checked_steps
 from distrib.train.error_feedback import RESIDUALS, combine, residuals_for
+from distrib.train.fields import is_tree_of_arrays, taken_defaults
+from distrib.train.precision import as_stored, checked_compute_dtype, rounded
 from distrib.values import is_slices
 from distrib.variables import HoldsVariables, Variable, VariableAggregation, VariableTree
 
@@ -68,16 +69,7 @@ class TrainState(HoldsVariables):
     def __init_subclass__(cls, **kwargs: Any):
         """Take fields that a subclass declares, with or without a default, as extra fields."""
         super().__init_subclass__(**kwargs)
-        defaults = dict(cls.field_defaults)
-        for name, annotation in vars(cls).get("__annotations__", {}).items():
-            if name in vars(cls) and "ClassVar" not in str(annotation):
-                default = vars(cls)[name]
-                if isinstance(default, dataclasses.Field):
-                    missing = default.default is dataclasses.MISSING
-                    default = default.default_factory() if missing else default.default  # pyright: ignore[reportCallIssue]
-                defaults[name] = default
-                delattr(cls, name)
-        cls.field_defaults = defaults
+        cls.field_defaults = {**cls.field_defaults, **taken_defaults(cls)}
 
     @classmethod
     def create(
@@ -88,6 +80,8 @@ class TrainState(HoldsVariables):
         tx: optax.GradientTransformation,
         batch_stats: Any = None,
         keys: Any = None,
+        compute_dtype: Any = None,
+        gradient_accumulation_steps: int | None = None,
         **extra: Any,
     ) -> TrainState:
         """Make a train state whose values live where the current strategy puts variables.
@@ -98,11 +92,20 @@ class TrainState(HoldsVariables):
           tx: an Optax optimizer.
           batch_stats: a pytree of running statistics; what the replicas assign is averaged.
           keys: PRNG keys by name, such as ``{"dropout": jax.random.key(0)}``.
+          compute_dtype: the dtype, such as ``jnp.bfloat16``, in which steps see floating
+            parameters. The copies that are kept, gradients as they are combined, the optimizer and
+            batch statistics stay in the dtypes of ``params``. Steps cast their inputs as well
+            (``x.astype(state.compute_dtype)``), or JAX promotes what it computes.
+          gradient_accumulation_steps: update with the mean of the gradients of so many calls of
+            :meth:`apply_gradients`, whose replicas communicate at the last of them only. The result
+            is that of ``optax.MultiSteps``.
           **extra: further fields: pytrees of arrays become variables; None, text, functions and
             other constants are kept as they are.
 
         Raises:
-          ValueError: if an extra field has the name of a method or of a field that there is.
+          ValueError: if an extra field has the name of a method or of a field that there is, or
+            ``gradient_accumulation_steps`` is below 1.
+          TypeError: if ``compute_dtype`` is not a floating dtype.
         """
         fields = {**cls.field_defaults, **extra}
         given = {"batch_stats": batch_stats, "keys": keys}
@@ -116,13 +119,19 @@ class TrainState(HoldsVariables):
                 )
         mean = VariableAggregation.MEAN
         trees = {"params": VariableTree(params, "params", mean, trainable=True)}
-        trees["opt_state"] = VariableTree(tx.init(trees["params"].value()), "opt_state")
-        residuals = residuals_for(trees["params"])
-        if residuals is not None:
+        opt_state = tx.init(trees["params"].value())
+        trees["opt_state"] = VariableTree(opt_state, "opt_state", optimizer_state=True)
+        constants: dict[str, Any] = {}
+        if compute_dtype is not None:
+            constants["compute_dtype"] = checked_compute_dtype(compute_dtype)
+        if gradient_accumulation_steps is not None:
+            steps = checked_steps(gradient_accumulation_steps)
+            constants["gradient_accumulation_steps"] = steps
+            trees.update(accumulator_trees(trees["params"]))
+        elif (residuals := residuals_for(trees["params"])) is not None:
             trees[RESIDUALS] = residuals
-        constants = {}
         for name, tree in {**given, **fields}.items():
-            if _is_tree_of_arrays(tree):
+            if is_tree_of_arrays(tree):
                 trees[name] = VariableTree(tree, name)
             elif name not in given:
                 constants[name] = tree
@@ -153,13 +162,30 @@ class TrainState(HoldsVariables):
 
     @property
     def step(self) -> jax.Array:
-        """How often :meth:`apply_gradients` has been called; an ``int32`` scalar."""
+        """How often :meth:`apply_gradients` has been called; an ``int32`` scalar.
+
+        With ``gradient_accumulation_steps`` too, as with ``optax.MultiSteps``: each of these calls
+        has its own keys. The optimizer's own count is that of real updates.
+        """
         return self._step.value()
 
     @property
     def params(self) -> Any:
-        """The parameters."""
-        return self._trees["params"].value()
+        """The parameters; in a step, floating ones in :attr:`compute_dtype` if that is set."""
+        params = self._trees["params"].value()
+        if self.compute_dtype is None or current_program() is None:
+            return params
+        return rounded(params, self.compute_dtype)
+
+    @property
+    def compute_dtype(self) -> Any:
+        """The dtype in which steps see floating parameters; None for their own."""
+        return self._constants.get("compute_dtype")
+
+    @property
+    def gradient_accumulation_steps(self) -> int | None:
+        """How many calls of :meth:`apply_gradients` make an update; None: each of them."""
+        return self._constants.get("gradient_accumulation_steps")
 
     @property
     def opt_state(self) -> Any:
@@ -215,7 +241,8 @@ class TrainState(HoldsVariables):
     ) -> TrainState:
         """Combine gradients over the replicas, apply the optimizer once, and count the step.
 
-        The optimizer sees the global gradient, so clipping and norms are those of one device.
+        The optimizer sees the global gradient, so clipping and norms are those of one device. With
+        ``gradient_accumulation_steps`` it sees the mean of so many of them, at the last.
 
         Args:
           grads: a pytree like ``params``. A leaf may be an :class:`distrib.IndexedSlices`, the
@@ -237,21 +264,35 @@ class TrainState(HoldsVariables):
         aggregation = _aggregation_name(aggregation)
         params, opt_state = self._trees["params"], self._trees["opt_state"]
         operand = params.flatten(grads)
+        steps = self.gradient_accumulation_steps
+        in_parts = any(v.storage.shards is not None for v in opt_state.variables)
+        if in_parts or steps is not None or self.compute_dtype is not None:
+            operand = [_dense(leaf) for leaf in operand]
+        if self.compute_dtype is not None:
+            operand = as_stored(operand, params.variables)
         program = current_program()
         variables = [*params.variables, *opt_state.variables, self._step]
         apply = functools.partial(_optimized, self.tx, params, opt_state)
+        if steps is not None:
+            accumulation = Accumulation(self._trees, steps, variables, apply)
+            operand = accumulation.operand(operand, aggregation)
+            variables, apply = accumulation.variables, accumulation.apply
+        elif program is not None and aggregation is not None and not in_cross_replica_context():
+            named = leaves_with_paths({"gradients": grads}, is_leaf=is_slices)
+            names = [path for path, _ in named]
+            residuals = self._trees.get(RESIDUALS)
+            if residuals is None:
+                operand = program.combine(operand, aggregation, names, in_parts=in_parts)
+            else:
+                operand = combine(program, params, residuals, operand, aggregation, names)
+        operand = [_dense(leaf) for leaf in operand]
         if program is None:
             olds = [v.storage.whole() for v in variables]
-            news = self._jitted(apply)(olds, [_dense(leaf) for leaf in operand])
+            news = self._jitted(apply)(olds, operand)
             for variable, new in zip(variables, news, strict=True):
                 variable.assign(new)
         else:
-            if aggregation is not None and not in_cross_replica_context():
-                named = leaves_with_paths({"gradients": grads}, is_leaf=is_slices)
-                names = [path for path, _ in named]
-                residuals = self._trees.get(RESIDUALS)
-                operand = combine(program, params, residuals, operand, aggregation, names)
-            program.update(variables, apply, [_dense(leaf) for leaf in operand])
+            program.update(variables, apply, operand)
         return self.replace(**changes)
 
     def _jitted(self, apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -319,15 +360,6 @@ def _aggregation_name(aggregation: Any) -> str | None:
 
 def _dense(gradient: Any) -> Any:
     return gradient.to_dense() if is_slices(gradient) else gradient
-
-
-def _is_tree_of_arrays(tree: Any) -> bool:
-    leaves = jax.tree.leaves(tree)
-    return tree is not None and all(
-        isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex)
-        and not isinstance(leaf, bool)
-        for leaf in leaves
-    )
 
 
 def _optimized(

@@ -3,6 +3,7 @@
 from distrib.variables.change import ADDING_SCATTERS, change_name, combined
 from distrib.variables.component import Component, Copies, owner_of
 from distrib.variables.holder import HoldsVariables
+from distrib.variables.sharded_storage import ShardedStorage
 from distrib.variables.storage import (
     Cell,
     LentCells,
@@ -33,6 +34,7 @@ __all__ = [
     "MirroredStorage",
     "OnReadStorage",
     "PlacedStorage",
+    "ShardedStorage",
     "Storage",
     "Variable",
     "VariableAggregation",

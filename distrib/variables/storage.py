@@ -3,7 +3,7 @@
 A storage owns a :class:`Cell`, which holds one `jax.Array`: a copy on each device (mirrored), a row
 on each device (on-read), or an array on one device (placed). A compiled step takes the arrays out
 of the cells it reads, is given the buffers of those it writes (donation), and puts the new arrays
-back.
+back. Split over the devices: :mod:`distrib.variables.sharded_storage`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from distrib.errors import ContextError, VariableError
 from distrib.platform.jax_compat import uncommitted
 from distrib.platform.mesh import replicated, split
+from distrib.platform.shards import Shards
 from distrib.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, local_shards
 from distrib.variables.change import combined_at_once
 from distrib.variables.synchronization import VariableAggregation
@@ -140,6 +141,11 @@ class Storage(Protocol):
         """How many copies there are, over all processes."""
         ...
 
+    @property
+    def shards(self) -> Shards | None:
+        """How the cell's array is split over the mesh; None where it is not."""
+        ...
+
     def read(self) -> Any:
         """Return the value in cross-replica context, aggregated if the copies differ."""
         ...
@@ -179,6 +185,7 @@ class MirroredStorage:
     """A copy on each device of a mesh, all equal unless a replica was told to keep its own."""
 
     per_replica = False
+    shards = None
 
     def __init__(self, value: Any, mesh: Mesh):
         self._sharding = replicated(mesh)
@@ -234,6 +241,7 @@ class OnReadStorage:
     """A copy on each device that its replica alone writes; a read aggregates them."""
 
     per_replica = True
+    shards = None
 
     def __init__(self, value: Any, mesh: Mesh, aggregation: VariableAggregation, name: str):
         self._mesh = mesh
@@ -324,6 +332,7 @@ class PlacedStorage:
     """One array on one device; with no device given, where JAX puts it."""
 
     per_replica = False
+    shards = None
 
     def __init__(self, value: Any, device: jax.Device | None):
         self.device = device

@@ -49,6 +49,8 @@ class Variable(Changeable):
       name: a name for messages.
       synchronization: when the copies are brought together.
       aggregation: how what the replicas assign (``ON_WRITE``), or hold (``ON_READ``), is combined.
+      optimizer_state: whether it is state of an optimizer, which a strategy may split over its
+        devices: see ``strategy.extended.experimental_shard_optimizer_state``.
 
     Raises:
       VariableError: if a mode is unknown, or does not fit the dtype (MEAN of integers, SUM of
@@ -78,6 +80,8 @@ class Variable(Changeable):
         name: str | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
+        *,
+        optimizer_state: bool = False,
     ):
         if "storage" in vars(self):
             self._check_shared(name)
@@ -95,6 +99,7 @@ class Variable(Changeable):
         self._strategy = get_strategy()
         self._shape = value.shape
         self._dtype = value.dtype
+        self._optimizer_state = optimizer_state
         self.serial = next(_serial)
         program = current_program()
         if program is None:
@@ -105,7 +110,11 @@ class Variable(Changeable):
 
     def _make_storage(self, value: Any) -> Storage:
         return self._strategy.extended.create_storage(
-            value, self._synchronization, self._aggregation, self._name
+            value,
+            self._synchronization,
+            self._aggregation,
+            self._name,
+            optimizer_state=self._optimizer_state,
         )
 
     def _check_shared(self, name: str | None) -> None:

@@ -25,7 +25,8 @@ class VariableTree:
       aggregation: how values that replicas assign are combined, of floating leaves; integers take
         the first replica's.
       trainable: whether the variables are trainable.
-      synchronization: whether replicas change the variables together or each on its own.
+      synchronization: when the copies are brought together.
+      optimizer_state: whether it is state of an optimizer, which a strategy may split.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class VariableTree:
         aggregation: VariableAggregation = VariableAggregation.MEAN,
         trainable: bool = False,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        optimizer_state: bool = False,
     ):
         self._name = name
         self.treedef = jax.tree.structure(tree)
@@ -51,6 +53,7 @@ class VariableTree:
                     trainable=trainable,
                     name=path,
                     synchronization=synchronization,
+                    optimizer_state=optimizer_state and floating,
                     aggregation=aggregation if floating else VariableAggregation.ONLY_FIRST_REPLICA,
                 )
             )
@@ -125,7 +128,8 @@ class VariableTree:
     def assign(self, tree: Any) -> None:
         """Assign a tree of the same structure; in a replica, combined over the replicas first.
 
-        A mean is weighted by the examples of each replica.
+        A mean is computed in the dtype of the variable, and weighted by the examples of each
+        replica.
 
         Raises:
           VariableError: if structure, a shape or a dtype does not fit.
@@ -139,7 +143,7 @@ class VariableTree:
         floating = [i for i, v in enumerate(self.variables) if jnp.issubdtype(v.dtype, jnp.inexact)]
         means = [i for i in floating if self.variables[i].aggregation is VariableAggregation.MEAN]
         names = [f"the new value of variable {self.variables[i].name}" for i in means]
-        combined = program.average([leaves[i] for i in means], names)
+        combined = program.average([self.variables[i].fitted(leaves[i]) for i in means], names)
         if means:
             chosen = [self.variables[i] for i in means]
             program.update(chosen, lambda olds, new: new, combined)

@@ -154,13 +154,14 @@ def test_updates_that_are_left_to_the_device_of_the_variables():
 
     found = lifted(strategy, step, X, deferred=True)
     assert found.writes == ()
-    assert [[u.name for u in update.variables] for update, _, _ in found.updates] == [
+    updates = [deferred.update for deferred in found.updates]
+    assert [[u.name for u in update.variables] for update in updates] == [
         ["v"],
         ["w"],
         ["v"],
     ]
-    assert [count for _, _, count in found.updates] == [1, 1, 1]
-    assert all(update.operand is None for update, _, _ in found.updates)  # nothing traced is left
+    assert [deferred.shards for deferred in found.updates] == [(None,)] * 3
+    assert all(update.operand is None for update in updates)  # nothing traced is left
     assert [a.shape for a in found.jaxpr.out_avals] == [(2,)] * 3
 
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import distrib
+from distrib.engines.deferred_updates import DeferredUpdate
 from distrib.engines.placement import InProgram, OnOneDevice, fetch
 from distrib.engines.program import Update
 from distrib.platform import replica_mesh, replicated
@@ -156,8 +157,12 @@ def updates_of(v, w):
     """Return v <- v + x, then w <- v * y, which sees the new v."""
     tree = jax.tree.structure
     return [
-        (Update((v,), lambda olds, x: [olds[0] + x], None), tree(0), 1),
-        (Update((v, w), lambda olds, y: [olds[0], olds[0] * y["y"]], None), tree({"y": 0}), 1),
+        DeferredUpdate(Update((v,), lambda olds, x: [olds[0] + x], None), tree(0), (None,)),
+        DeferredUpdate(
+            Update((v, w), lambda olds, y: [olds[0], olds[0] * y["y"]], None),
+            tree({"y": 0}),
+            (None,),
+        ),
     ]
 
 
@@ -194,5 +199,6 @@ def test_an_update_that_changes_the_shape_is_refused():
     bad = Update((v,), lambda olds, x: [jnp.ones(3)], None)
     with pytest.raises(distrib.errors.VariableError, match="'v': Shape mismatch"):
         OnOneDevice(CPUS[HOME]).applier(
-            [(bad, jax.tree.structure(0), 1)], [jax.ShapeDtypeStruct((2,), jnp.float32)]
+            [DeferredUpdate(bad, jax.tree.structure(0), (None,))],
+            [jax.ShapeDtypeStruct((2,), jnp.float32)],
         )

@@ -129,3 +129,12 @@ def test_a_constant_of_the_program():
     table = jnp.arange(3.0)
     assert varies(lambda i: table * i, [False]) == [False]
     assert varies(lambda i: table * i, [True]) == [True]
+
+
+def test_a_conditional_whose_condition_is_the_same_varies_as_its_branches_do():
+    def fn(same, mine):
+        total = lax.cond(same > 0, lambda: lax.psum(mine, AXIS), lambda: 0.0 * same)
+        either = lax.cond(same > 0, lambda: mine, lambda: same)
+        return total, either, lax.cond(mine > 0, lambda: same, lambda: -same)
+
+    assert varies(fn, [False, True]) == [False, True, True]

@@ -66,10 +66,15 @@ def test_import_time(repo_root, tmp_path):
     assert json.loads(path.read_text())[0]["looked_up_devices"] is False
 
 
-def test_compression(repo_root, tmp_path):
+def test_compressed_gradients(repo_root, tmp_path):
     path = tmp_path / "results.json"
     output = run_benchmark(
-        repo_root, "compression", "--quick", "--steps=2", "--algorithm=ring", f"--json={path}"
+        repo_root,
+        "compressed_gradients",
+        "--quick",
+        "--steps=2",
+        "--algorithm=ring",
+        f"--json={path}",
     )
     assert output.startswith("2 steps, 2 replicas, ring, 1 seeds:")
     results = {result["name"]: result for result in json.loads(path.read_text())}

@@ -90,7 +90,7 @@ def trained(
         state = distrib.TrainState.create(
             apply_fn=models.mlp,
             params=models.mlp_params(seed),
-            tx=optax.sgd(models.LEARNING_RATE, momentum=0.9),
+            tx=optax.sgd(models.LEARNING_RATE),
         )
 
     def step(x: Any, y: Any) -> jax.Array:

@@ -32,7 +32,7 @@ class NcclAllReduce(CompressingOps):
     >>> import distrib
     >>> strategy = distrib.MirroredStrategy(["CPU:0", "CPU:1"], NcclAllReduce())
     >>> def step():
-    ...     return distrib.get_replica_context().all_reduce("SUM", jnp.ones(2))
+    ...     return distrib.get_replica_context().all_reduce("SUM", jax.numpy.ones(2))
     >>> [x.tolist() for x in strategy.run(step).values]
     [[2.0, 2.0], [2.0, 2.0]]
     """

@@ -84,14 +84,16 @@ class ReplicaContext:
         Args:
           reduce_op: ``ReduceOp`` or its name.
           value: a tree of arrays, of the same shapes on every replica.
-          options: a :class:`distrib.experimental.CommunicationOptions`, or None.
+          options: a :class:`distrib.experimental.CommunicationOptions`, or None. A compression
+            rounds values anew in each call: nothing of what is lost is kept for the next, as
+            ``TrainState.apply_gradients`` does with ``int8`` of the strategy's cross-device ops.
 
         Returns:
           A tree of arrays of those shapes. ``MEAN`` of integers is floating point.
 
         Raises:
           TypeError: if a leaf is not an array, a Python number for one.
-          ValueError: if ``reduce_op`` is unknown.
+          ValueError: if ``reduce_op`` is unknown, or the options have a timeout in a compiled step.
         """
         return self._meeting.all_reduce(ReduceOp.parse(reduce_op), value, options)
 
@@ -101,14 +103,16 @@ class ReplicaContext:
         Args:
           value: a tree of arrays of rank 1 or more, ``[..., k, ...]`` along ``axis``.
           axis: the axis to concatenate, in replica order; negative counts from the end.
-          options: a :class:`distrib.experimental.CommunicationOptions`, or None.
+          options: a :class:`distrib.experimental.CommunicationOptions`, or None. Each array is
+            gathered alone and exactly: packs, the ring and compression are for sums.
 
         Returns:
           A tree of arrays ``[..., num_replicas_in_sync * k, ...]``.
 
         Raises:
           TypeError: if a leaf is not an array.
-          ValueError: if a leaf is a scalar or has no such axis.
+          ValueError: if a leaf is a scalar or has no such axis, or the options ask for a
+            compression, the ring, or, in a compiled step, a timeout.
         """
         return self._meeting.all_gather(value, axis, options)
 

@@ -66,6 +66,24 @@ def test_import_time(repo_root, tmp_path):
     assert json.loads(path.read_text())[0]["looked_up_devices"] is False
 
 
+def test_compressed_gradients(repo_root, tmp_path):
+    path = tmp_path / "results.json"
+    output = run_benchmark(
+        repo_root,
+        "compressed_gradients",
+        "--quick",
+        "--steps=2",
+        "--algorithm=ring",
+        f"--json={path}",
+    )
+    assert output.startswith("2 steps, 2 replicas, ring, 1 seeds:")
+    results = {result["name"]: result for result in json.loads(path.read_text())}
+    assert list(results) == ["none", "bfloat16", "int8", "int8, no feedback"]
+    assert results["none"]["away"] == 0
+    assert 0 < results["bfloat16"]["away"] < results["int8"]["away"] < 0.1
+    assert all(0 <= result["accuracy"] <= 1 for result in results.values())
+
+
 def test_tf_mirrored_without_tensorflow_times_ours(repo_root, tmp_path):
     """An interpreter without site-packages has no TensorFlow, wherever the tests run."""
     python = tmp_path / "python"

@@ -193,7 +193,7 @@ class Variable(Changeable):
         if program is not None:
             return program.assign(self, kind, value)
         if in_cross_replica_context():
-            self._strategy.extended.check_scope()
+            self._strategy.extended.check_scope(self._name)
         if is_slices(value) and is_distributed(value.values):
             update = self._strategy.extended.update
             return update(self, lambda copy, rows: copy.change(kind, rows), args=(value,))

@@ -77,15 +77,20 @@ def require_cross_replica_context(strategy: Any, what: str, instead: str) -> Non
         )
 
 
-def require_same_strategy(strategy: Any) -> None:
+def require_same_strategy(strategy: Any, variable: str | None = None) -> None:
     """Raise if a strategy other than ``strategy`` is current.
 
+    Args:
+      strategy: the strategy that is to be used here.
+      variable: the name of the variable of it that is to be changed, if it is that.
+
     Raises:
-      ContextError: naming both.
+      ContextError: naming both, and the variable.
     """
     current = stack.current_frame().strategy
     if current is not strategy and current is not stack.default_frame().strategy:
+        whose = "" if variable is None else f", to which variable {variable!r} belongs,"
         raise ContextError(
-            f"Mixing different distrib.Strategy objects: {strategy!r} is not {current!r}, whose "
-            "scope this is. Leave that scope first, or use the strategy that it belongs to."
+            f"Mixing different distrib.Strategy objects: {strategy!r}{whose} is not {current!r}, "
+            "whose scope this is. Leave that scope first, or use the strategy that it belongs to."
         )

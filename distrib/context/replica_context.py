@@ -83,7 +83,10 @@ class ReplicaContext:
 
         Args:
           reduce_op: ``ReduceOp`` or its name.
-          value: a tree of arrays, of the same shapes on every replica.
+          value: a tree of arrays, of the same shapes on every replica. A leaf may be an
+            :class:`distrib.IndexedSlices`: the result is one with the rows of all replicas, each
+            of which merges its rows of equal index first. In a compiled step whose replicas have
+            unequal shapes, the whole table travels, and the result has every row of it.
           options: a :class:`distrib.experimental.CommunicationOptions`, or None. A compression
             rounds values anew in each call: nothing of what is lost is kept for the next, as
             ``TrainState.apply_gradients`` does with ``int8`` of the strategy's cross-device ops.

@@ -136,13 +136,16 @@ class StrategyExtended:
                 return sharded
         return self._home.create_storage(value, synchronization, aggregation, name)
 
-    def check_scope(self) -> None:
+    def check_scope(self, variable: str | None = None) -> None:
         """Raise if another strategy is current.
 
+        Args:
+          variable: the name of the variable that is to be changed.
+
         Raises:
-          ContextError: naming both strategies.
+          ContextError: naming both strategies, and the variable.
         """
-        require_same_strategy(self._strategy)
+        require_same_strategy(self._strategy, variable)
 
     def lives_on(self, mesh: Mesh) -> bool:
         """Tell whether a program on ``mesh`` can take this strategy's variables as they are."""
@@ -200,7 +203,7 @@ class StrategyExtended:
                 f"Variable {var.name!r} belongs to {var.distribute_strategy!r}, not to "
                 f"{self._strategy!r}."
             )
-        require_same_strategy(self._strategy)
+        require_same_strategy(self._strategy, var.name)
         frame = current_frame()
         if frame.replica is not None and frame.program is not None:
             return frame.replica.merge_call(

@@ -20,6 +20,10 @@ class IndexedSlices:
 
     As a pytree it has two leaves, values and indices, so that a step may take and return it.
 
+    Sparse or dense: an all-reduce of slices brings every replica the rows of all replicas,
+    after each has merged its own rows of equal index; an all-reduce of the table moves
+    about twice the rows of the table. With more rows than that, use :meth:`to_dense` first.
+
     In a compiled step shapes are fixed before the indices are known. Rows that are not needed are
     then filled up: with zeros, and with the largest index that the dtype has, which names no row.
 

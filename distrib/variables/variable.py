@@ -213,7 +213,7 @@ class Variable(Changeable):
                 "assign it outside, or use distrib.function in place of jax.jit."
             )
         if in_cross_replica_context():
-            self._strategy.extended.check_scope()
+            self._strategy.extended.check_scope(self._name)
         if is_slices(value) and is_distributed(value.values):
             update = self._strategy.extended.update
             return update(self, lambda copy, rows: copy.change(kind, rows), args=(value,))

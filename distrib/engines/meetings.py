@@ -132,7 +132,8 @@ def _is_call_with_meeting(equation: Any) -> bool:
         raise UnevenReplicasError(
             "The replicas have batches of unequal sizes, and the step has a collective inside of a "
             f"{equation.primitive.name}: they cannot be brought together there. Pass "
-            "drop_remainder=True, or choose a batch size that divides over the replicas."
+            'drop_remainder=True or InputOptions(last_batch="drop") or "pad", and choose a batch '
+            "size that divides over the replicas."
         )
     return True
 

@@ -188,7 +188,7 @@ class Strategy(CanBeCurrent):
           dataset: a pytree of arrays ``[example, ...]``, with ``batch_size``; or an iterable of
             batches ``[batch, ...]``: a list, a generator, a Grain dataset, a torch DataLoader, a
             tf.data.Dataset.
-          options: how the input is placed and prefetched.
+          options: how the input is placed and prefetched, and what becomes of a short batch.
           batch_size: examples in a global batch, over all replicas.
           shuffle: whether each epoch goes through the examples in a new order.
           seed: the seed of that order; drawn once if it is None.

@@ -52,7 +52,7 @@ def compute_average_loss(
         if program is None:
             global_batch_size = local * get_strategy().num_replicas_in_sync
         else:
-            global_batch_size = program.global_examples(local)
+            global_batch_size = program.by_examples.global_examples(local)
     return loss.sum() / jnp.asarray(global_batch_size, loss.dtype)
 
 
@@ -89,7 +89,7 @@ def masked_mean(values: Any, mask: Any) -> Any:
     program = current_program()
     if program is not None and not in_cross_replica_context():
         # What a mean over the replicas will multiply this one's value by is divided out.
-        count = program.all_reduce(ReduceOp.SUM, count, None) * program.share_of_mean
+        count = program.all_reduce(ReduceOp.SUM, count, None) * program.by_examples.share_of_mean
     return total / jnp.where(count == 0, 1, count)
 
 
@@ -135,7 +135,7 @@ def mean_over_examples(tree: Any) -> Any:
     program = current_program()
     if program is None or in_cross_replica_context():
         return tree
-    return program.combine(tree, "MEAN")
+    return program.by_examples.combine(tree, "MEAN")
 
 
 def _per_example(weights: Any, values: jax.Array) -> jax.Array:

@@ -16,6 +16,55 @@ class CanBeCurrent:
     """The base of what a frame can make current: strategies, told apart by it in lower layers."""
 
 
+class CombiningByExamples(Protocol):
+    """How replicas combine gradients and statistics, each counting for its examples."""
+
+    def global_examples(self, local: int) -> int:
+        """Return the examples of all replicas, of which this one has ``local``."""
+        ...
+
+    @property
+    def share_of_mean(self) -> float:
+        """What a mean over the replicas multiplies this one's value by, weighted by examples."""
+        ...
+
+    def average(self, value: Any, names: Any = ()) -> Any:
+        """Return the mean of a tree over the replicas, weighted by the examples of each."""
+        ...
+
+    def combine(
+        self, value: Any, aggregation: str, names: Any = (), *, in_parts: bool = False
+    ) -> Any:
+        """Combine gradients: SUM, or MEAN weighted by the examples of each replica.
+
+        ``names`` has one for each leaf, for messages. ``in_parts`` allows to leave a part of each
+        on each replica; then the result is only good as the operand of an update.
+        """
+        ...
+
+    def combine_with_feedback(
+        self, value: Any, residuals: Any, aggregation: str, names: Any = ()
+    ) -> Any:
+        """Combine gradients, adding what earlier steps rounded off: return them and the rest."""
+        ...
+
+    def accumulate(self, variables: Any, value: Any, aggregation: str | None, due: Any) -> Any:
+        """Add gradients to this replica's ``variables``; where ``due``, sum and clear these.
+
+        Args:
+          variables: ``ON_READ`` variables with aggregation SUM, of which replicas have their own.
+          value: an array for each; what the replicas add is combined by ``aggregation`` once it is
+            summed over them.
+          aggregation: SUM, MEAN weighted by the examples of each replica, or None for what has been
+            combined already.
+          due: a boolean scalar, equal on every replica.
+
+        Returns:
+          The sums over the replicas, an array for each variable; zeros where not ``due``.
+        """
+        ...
+
+
 class ReplicaProgram(Protocol):
     """What variables and strategies may ask of the program of a replica while it is being built."""
 
@@ -52,43 +101,9 @@ class ReplicaProgram(Protocol):
         """Reduce a tree over the replicas, each counting once."""
         ...
 
-    def global_examples(self, local: int) -> int:
-        """Return the examples of all replicas, of which this one has ``local``."""
-        ...
-
     @property
-    def share_of_mean(self) -> float:
-        """What a mean over the replicas multiplies this one's value by, weighted by examples."""
-        ...
-
-    def average(self, value: Any, names: Any = ()) -> Any:
-        """Return the mean of a tree over the replicas, weighted by the examples of each."""
-        ...
-
-    def combine(
-        self, value: Any, aggregation: str, names: Any = (), *, in_parts: bool = False
-    ) -> Any:
-        """Combine gradients: SUM, or MEAN weighted by the examples of each replica.
-
-        ``names`` has one for each leaf, for messages. ``in_parts`` allows to leave a part of each
-        on each replica; then the result is only good as the operand of :meth:`update`.
-        """
-        ...
-
-    def accumulate(self, variables: Any, value: Any, aggregation: str | None, due: Any) -> Any:
-        """Add gradients to this replica's ``variables``; where ``due``, sum and clear these.
-
-        Args:
-          variables: ``ON_READ`` variables with aggregation SUM, of which replicas have their own.
-          value: an array for each; what the replicas add is combined by ``aggregation`` once it is
-            summed over them.
-          aggregation: SUM, MEAN weighted by the examples of each replica, or None for what has been
-            combined already.
-          due: a boolean scalar, equal on every replica.
-
-        Returns:
-          The sums over the replicas, an array for each variable; zeros where not ``due``.
-        """
+    def by_examples(self) -> CombiningByExamples:
+        """How the replicas combine gradients and statistics, each counting for its examples."""
         ...
 
 

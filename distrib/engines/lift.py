@@ -313,8 +313,8 @@ def _trace(
         everywhere=trace.everywhere,
         nnx_changes=trace.nnx_changes,
         num_nnx=num_nnx,
-        gradients_are=program.gradients_are,
-        accumulators=tuple(program.accumulators.values()),
+        gradients_are=program.by_examples.gradients_are,
+        accumulators=tuple(program.by_examples.accumulators.values()),
         created=tuple(created),
         checks=trace.checks,
     )
@@ -364,7 +364,9 @@ def _record_nnx(
     new = changed(state, arrays, objects)
     for position, value in new.items():
         if is_batch_statistic(state.variables[position]):
-            new[position] = program.average(value, [f"NNX variable {state.paths[position]}"])
+            new[position] = program.by_examples.average(
+                value, [f"NNX variable {state.paths[position]}"]
+            )
     trace.nnx_changes = tuple(new)
     return list(new.values())
 

@@ -17,20 +17,15 @@ import numpy as np
 
 from distrib.collectives import (
     CrossDeviceOps,
-    ScatteringOps,
     algorithm_for,
     all_gather,
     all_reduce,
     all_reduce_rows,
-    all_reduce_with_feedback,
     all_rows,
     check_for_gather,
     check_no_timeout,
-    check_numbers,
     from_first_replica,
     gathered,
-    reduce_scatter,
-    scattering_ops,
 )
 from distrib.context import Frame, current_frame, entered
 from distrib.engines.copies import TracedCopies
@@ -45,9 +40,9 @@ from distrib.engines.refusals import (
     run_in_merge_function,
     without_aggregation,
 )
-from distrib.engines.weights import ExampleWeights, part_of_sum
-from distrib.errors import AggregationError, ContextError
-from distrib.platform import shards_of
+from distrib.engines.traced_combining import TracedCombining
+from distrib.engines.weights import ExampleWeights
+from distrib.errors import ContextError
 from distrib.platform.jax_compat import trace_token
 from distrib.reduce_op import ReduceOp
 from distrib.values import IndexedSlices, is_slices, map_apart
@@ -58,6 +53,7 @@ from distrib.variables import (
     VariableAggregation,
     VariableSynchronization,
     combined,
+    share_of_total,
 )
 
 Apply = Callable[[list[jax.Array], Any], Sequence[jax.Array]]
@@ -157,9 +153,9 @@ class Program:
         self.writes: dict[int, Variable] = {}
         self.updates: list[Update] = []
         self.created = created
-        self.accumulators: dict[int, Variable] = {}
-        self._combined_by: ReduceOp | None = None
-        self._counts_examples = False
+        self.by_examples = TracedCombining(
+            self, num_replicas, ops, weights=weights, numerics=numerics
+        )
         # How a program that begins in cross-replica context calls its replicas.
         self.replicas: Callable[..., Any] | None = None
 
@@ -264,6 +260,11 @@ class Program:
         """Return what this replica's copy of ``variable`` holds now."""
         return self._own(variable)
 
+    def set_own(self, variable: Variable, value: jax.Array) -> None:
+        """Change this replica's copy of ``variable`` alone."""
+        self._check_writable(variable)
+        self._set(variable, value)
+
     @property
     def changed(self) -> list[tuple[Variable, jax.Array]]:
         """The variables that have changed, wherever that is, with what this replica sees of them.
@@ -322,7 +323,7 @@ class Program:
             if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
                 return jax.tree.map(from_first_replica, rows)
         op = ReduceOp.SUM if self._deferred else ReduceOp.parse(aggregation.name)
-        return self._all_reduce_rows(op, rows, merge=kind in ADDING_SCATTERS)
+        return self.add_rows(op, rows, merge=kind in ADDING_SCATTERS)
 
     # The meeting of the replicas.
 
@@ -333,7 +334,7 @@ class Program:
         return map_apart(
             value,
             lambda arrays: self._reduce(op, arrays, options),
-            lambda slices: self._all_reduce_rows(op, slices),
+            lambda slices: self.add_rows(op, slices),
         )
 
     def _reduce(self, op: ReduceOp, value: Any, options: Any = None) -> Any:
@@ -344,9 +345,8 @@ class Program:
         ops = algorithm_for(self._ops, options)
         return all_reduce(op, value, num_replicas=self._size, ops=ops, options=options, scale=scale)
 
-    def _all_reduce_rows(
-        self, op: ReduceOp, slices: IndexedSlices, merge: bool = True
-    ) -> IndexedSlices:
+    def add_rows(self, op: ReduceOp, slices: IndexedSlices, merge: bool = True) -> IndexedSlices:
+        """Reduce rows over the replicas, each of which merges its rows of equal index first."""
         if self._weights is not None and merge:
             # Replicas of unequal shapes bring unequally many rows, which cannot be gathered.
             return all_rows(self._reduce(op, slices.to_dense()))
@@ -390,147 +390,3 @@ class Program:
         if self.replicas is None:
             raise run_in_merge_function()
         return self.replicas(fn, args, kwargs)
-
-    def global_examples(self, local: int) -> int:
-        """Return the examples of all replicas, of which this one has ``local``."""
-        self._counts_examples = True
-        return local * self._size if self._weights is None else self._weights.total
-
-    @property
-    def share_of_mean(self) -> float:
-        """What a mean over the replicas multiplies this one's value by, weighted by examples."""
-        return 1 / self._size if self._weights is None else self._weights.share
-
-    def combine(
-        self,
-        value: Any,
-        aggregation: str,
-        names: Sequence[str] = (),
-        *,
-        in_parts: bool = False,
-    ) -> Any:
-        """Combine gradients over the replicas: SUM, or MEAN weighted by the examples of each.
-
-        Each replica gets a part of every array ``in_parts``, where there is something to split.
-        """
-        op = self._combined_by = ReduceOp.parse(aggregation)
-        ops = scattering_ops(self._ops) if in_parts and self._weights is None else None
-        if ops is not None:
-            return self._scattered(op, value, ops, names)
-        return self._weighted(op, value, names)
-
-    def combine_with_feedback(
-        self,
-        value: Sequence[Any],
-        residuals: Sequence[Any],
-        aggregation: str,
-        names: Sequence[str] = (),
-    ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Combine gradients as :meth:`combine` does, adding what earlier steps rounded off.
-
-        Returns:
-          The combined gradients, and what this step has rounded off on this replica.
-        """
-        if self._numerics is not None:
-            self._numerics.combined(f"what is combined ({aggregation})", value, names)
-        op = self._combined_by = ReduceOp.parse(aggregation)
-        if self._weights is not None:
-            value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
-            op = ReduceOp.SUM
-        return all_reduce_with_feedback(
-            op, value, residuals, num_replicas=self._size, ops=self._ops
-        )
-
-    def _scattered(self, op: ReduceOp, value: Any, ops: ScatteringOps, names: Sequence[str]) -> Any:
-        if self._numerics is not None:
-            self._numerics.combined(f"what is combined ({op.name})", value, names)
-        leaves = check_numbers(value, f"all_reduce({op.name})")
-        shards = [
-            shards_of(leaf.shape, self._size) if jnp.issubdtype(leaf.dtype, jnp.inexact) else None
-            for leaf in leaves
-        ]
-        pairs = list(zip(leaves, shards, strict=True))
-        totals = iter(self._added(op, [leaf for leaf, how in pairs if how is None]))
-        split = [leaf for leaf, how in pairs if how is not None]
-        if op is ReduceOp.MEAN:
-            split = part_of_sum(split, op.name, None, self._size)
-        parts = iter(reduce_scatter(split, [how for how in shards if how is not None], ops))
-        combined = [next(totals if how is None else parts) for how in shards]
-        return jax.tree.unflatten(jax.tree.structure(value), combined)
-
-    def accumulate(
-        self,
-        variables: Sequence[Variable],
-        value: Sequence[Any],
-        aggregation: str | None,
-        due: Any,
-    ) -> list[Any]:
-        """Add gradients to this replica's ``variables``; where ``due``, sum and clear these."""
-        if aggregation is not None:
-            self._combined_by = ReduceOp.parse(aggregation)
-        if self._numerics is not None:
-            self._numerics.combined("what is accumulated", value)
-        parts = part_of_sum(value, aggregation, self._weights, self._size)
-        sums = [v.fitted(self._own(v) + x) for v, x in zip(variables, parts, strict=True)]
-
-        def total() -> list[Any]:
-            return all_reduce(ReduceOp.SUM, sums, num_replicas=self._size, ops=self._ops)
-
-        if self._weights is None:
-            totals = jax.lax.cond(due, total, lambda: [jnp.zeros_like(x) for x in sums])
-        else:  # Programs for different shapes are brought together at their collectives.
-            totals = total()
-        for variable, x in zip(variables, sums, strict=True):
-            self._check_writable(variable)
-            self._set(variable, jnp.where(due, 0, x))
-            self.accumulators[id(variable)] = variable
-        return totals
-
-    def average(self, value: Any, names: Sequence[str] = ()) -> Any:
-        """Return the mean of a tree over the replicas, weighted by the examples of each."""
-        return self._weighted(ReduceOp.MEAN, value, names)
-
-    def _weighted(self, op: ReduceOp, value: Any, names: Sequence[str]) -> Any:
-        if self._numerics is not None:
-            self._numerics.combined(f"what is combined ({op.name})", value, names)
-        if self._size == 1:
-            return value
-        if self._weights is not None:
-            value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
-            op = ReduceOp.SUM
-        return self._added(op, value)
-
-    def _added(self, op: ReduceOp, value: Any) -> Any:
-        return map_apart(
-            value,
-            lambda arrays: all_reduce(op, arrays, num_replicas=self._size, ops=self._ops),
-            lambda slices: self._all_reduce_rows(op, slices),
-        )
-
-    @property
-    def gradients_are(self) -> ReduceOp | None:
-        """How gradients are combined, as far as the step has shown it.
-
-        MEAN if losses are means over the examples of a replica, SUM if they are shares of one sum;
-        None if the step combines them by itself and does not say.
-        """
-        if self._combined_by is not None:
-            return self._combined_by
-        return ReduceOp.SUM if self._counts_examples else None
-
-
-def share_of_total(variable: Variable, kind: str, value: Any, num_replicas: int) -> Any:
-    """Return what each replica's copy of an ``ON_READ`` variable gets of an assignment outside.
-
-    Raises:
-      AggregationError: for adding to a variable that is summed, which cannot be divided faithfully.
-    """
-    if variable.aggregation is VariableAggregation.SUM and num_replicas > 1:
-        if kind != "assign":
-            raise AggregationError(
-                f"Variable {variable.name!r} is ON_READ with aggregation=SUM and does not support "
-                f"assign_{kind} in cross-replica context."
-            )
-        shared = jnp.asarray(value) / num_replicas
-        return shared if jnp.issubdtype(variable.dtype, jnp.inexact) else jnp.trunc(shared)
-    return value

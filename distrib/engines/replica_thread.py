@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 
 from distrib.collectives import (
@@ -21,8 +20,9 @@ from distrib.collectives import (
 from distrib.context import current_frame
 from distrib.engines.copies import EagerCopies
 from distrib.engines.creation import created_in_transformation
+from distrib.engines.eager_combining import EagerCombining
 from distrib.engines.numerics import Numerics
-from distrib.engines.program import Apply, Update, applied, share_of_total
+from distrib.engines.program import Apply, Update, applied
 from distrib.engines.refusals import (
     changed_in_transformation,
     merged_in_transformation,
@@ -33,7 +33,7 @@ from distrib.engines.refusals import (
 )
 from distrib.engines.step_values import StepValues
 from distrib.engines.turns import Request, Turn
-from distrib.engines.weights import ExampleWeights, part_of_sum
+from distrib.engines.weights import ExampleWeights
 from distrib.errors import AggregationError, ContextError, MeetingError, NestedTraceError
 from distrib.platform import trace_token
 from distrib.reduce_op import ReduceOp
@@ -52,6 +52,7 @@ from distrib.variables import (
     change_name,
     check_not_jitted,
     combined,
+    share_of_total,
 )
 
 
@@ -77,6 +78,7 @@ class ReplicaThread:
         self._weights = weights
         self._numerics = numerics
         self._size = len(values.devices)
+        self.by_examples = EagerCombining(self, self._size, weights=weights, numerics=numerics)
         self._token = trace_token()
         self._created = 0
 
@@ -84,7 +86,13 @@ class ReplicaThread:
     def _replica(self) -> int:
         return 0 if self._turn is None else self._turn.index
 
-    def _ask(self, kind: Any, shown: str, payload: Any, timeout: float | None = None) -> Any:
+    def ask(self, kind: Any, shown: str, payload: Any, timeout: float | None = None) -> Any:
+        """Meet the other replicas, and return this one's part of the outcome.
+
+        Raises:
+          ContextError: in a merge function.
+          NestedTraceError: inside of a JAX transformation.
+        """
         if self._turn is None or current_frame().replica is None:
             raise ContextError(
                 f"{shown} was called inside a merge function, where there is no replica. Use the "
@@ -167,7 +175,7 @@ class ReplicaThread:
             means = variable.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA
             if self._numerics is not None and means:
                 self._numerics.brought(f"what is assigned to variable {variable.name}", value)
-            self._ask(("assign", kind, id(variable)), shown, (variable, kind, value))
+            self.ask(("assign", kind, id(variable)), shown, (variable, kind, value))
         return self._values.get(variable, self._replica)
 
     def _assign_everywhere(self, variable: Variable, kind: str, value: Any) -> Any:
@@ -179,6 +187,15 @@ class ReplicaThread:
             part = self._values.here(variable.fitted(part), replica)
             self._values.set(variable, replica, combined(kind, old, part))
         return self._values.aggregated(variable)
+
+    def own_value(self, variable: Variable) -> jax.Array:
+        """Return what this replica's copy of ``variable`` holds now."""
+        return self._values.get(variable, self._replica)
+
+    def set_own(self, variable: Variable, value: jax.Array) -> None:
+        """Change this replica's copy of ``variable`` alone."""
+        self._check_writable(variable)
+        self._values.set(variable, self._replica, value)
 
     def _check_writable(self, variable: Variable) -> None:
         if trace_token() != self._token:
@@ -199,7 +216,7 @@ class ReplicaThread:
         if current_frame().replica is None:
             update_everywhere(self._values, update)
         else:
-            self._ask(("update", *map(id, variables)), "an optimizer update", update)
+            self.ask(("update", *map(id, variables)), "an optimizer update", update)
 
     # The meeting of the replicas.
 
@@ -208,12 +225,11 @@ class ReplicaThread:
         return map_apart(
             value,
             lambda arrays: self._all_reduce_arrays(op, arrays, options),
-            lambda slices: self._all_reduce_rows(op, slices),
+            lambda slices: self.add_rows(op, slices),
         )
 
-    def _all_reduce_rows(
-        self, op: ReduceOp, slices: IndexedSlices, merge: bool = True
-    ) -> IndexedSlices:
+    def add_rows(self, op: ReduceOp, slices: IndexedSlices, merge: bool = True) -> IndexedSlices:
+        """Reduce rows over the replicas, each of which merges its rows of equal index first."""
         return all_reduce_rows(
             op,
             slices,
@@ -234,7 +250,7 @@ class ReplicaThread:
 
         def reduce(inputs: list) -> list:
             shown_inputs = f"{shown} of {', '.join(map(form, inputs))}"
-            return self._ask(("all_reduce", op, options, treedef), shown_inputs, inputs, timeout)
+            return self.ask(("all_reduce", op, options, treedef), shown_inputs, inputs, timeout)
 
         @jax.custom_vjp
         def meet(inputs: list) -> list:
@@ -267,7 +283,7 @@ class ReplicaThread:
 
         def gather(inputs: list) -> tuple[list, list]:
             shown_inputs = f"{shown} of {', '.join(map(form, inputs))}"
-            return self._ask(("all_gather", axis, treedef), shown_inputs, inputs, timeout)
+            return self.ask(("all_gather", axis, treedef), shown_inputs, inputs, timeout)
 
         @jax.custom_vjp
         def meet(inputs: list) -> list:
@@ -284,7 +300,7 @@ class ReplicaThread:
     def _of_floats(self, kind: Any, shown: str, incoming: list, timeout: float | None) -> list:
         """All-reduce the gradients of floating arrays; integers have none."""
         floats = [i for i, x in enumerate(incoming) if x.dtype != jax.dtypes.float0]
-        answers = self._ask(kind, shown, [incoming[i] for i in floats], timeout)
+        answers = self.ask(kind, shown, [incoming[i] for i in floats], timeout)
         gradients: list[Any] = [None] * len(incoming)
         for i, answer in zip(floats, answers, strict=True):
             gradients[i] = answer
@@ -295,93 +311,7 @@ class ReplicaThread:
         if trace_token() != self._token:
             raise merged_in_transformation()
         name = getattr(merge_fn, "__qualname__", repr(merge_fn))
-        return self._ask("merge_call", f"merge_call({name})", (merge_fn, tuple(args), kwargs))
-
-    def combine(
-        self,
-        value: Any,
-        aggregation: str,
-        names: Sequence[str] = (),
-        *,
-        in_parts: bool = False,
-    ) -> Any:
-        """Combine a tree: SUM, or MEAN weighted by the examples of each replica."""
-        op = ReduceOp.parse(aggregation)
-        if self._numerics is not None:
-            self._numerics.combined(f"what is combined ({op.name})", value, names)
-        if self._size == 1:
-            return value
-        if self._weights is not None:
-            value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
-            op = ReduceOp.SUM
-        return map_apart(
-            value,
-            lambda arrays: self._combine_arrays(op, arrays, aggregation),
-            lambda slices: self._all_reduce_rows(op, slices),
-        )
-
-    def _combine_arrays(self, op: ReduceOp, value: Any, aggregation: str) -> Any:
-        leaves, treedef = jax.tree.flatten(value)
-        shown = f"the combination ({aggregation}) of gradients or statistics"
-        return jax.tree.unflatten(
-            treedef, self._ask(("all_reduce", op, None, "combine", treedef), shown, leaves)
-        )
-
-    def combine_with_feedback(
-        self,
-        value: Sequence[Any],
-        residuals: Sequence[Any],
-        aggregation: str,
-        names: Sequence[str] = (),
-    ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Combine arrays as :meth:`combine` does, adding what earlier steps rounded off.
-
-        Returns:
-          The combined arrays, and what this step has rounded off on this replica.
-        """
-        if self._numerics is not None:
-            self._numerics.combined(f"what is combined ({aggregation})", value, names)
-        op = ReduceOp.parse(aggregation)
-        if self._weights is not None:
-            value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
-            op = ReduceOp.SUM
-        shown = f"the combination ({aggregation}) of gradients with error feedback"
-        return self._ask(("feedback", op, len(value)), shown, (list(value), list(residuals)))
-
-    def accumulate(
-        self,
-        variables: Sequence[Variable],
-        value: Sequence[Any],
-        aggregation: str | None,
-        due: Any,
-    ) -> list[Any]:
-        """Add gradients to this replica's ``variables``; where ``due``, sum and clear these."""
-        if self._numerics is not None:
-            self._numerics.combined("what is accumulated", value)
-        parts = part_of_sum(value, aggregation, self._weights, self._size)
-        sums = [v.fitted(self.read(v) + x) for v, x in zip(variables, parts, strict=True)]
-        zeros = [jnp.zeros_like(x) for x in sums]
-        totals, left = zeros, sums
-        if due:
-            kind = ("all_reduce", ReduceOp.SUM, "accumulated", *map(id, variables))
-            totals, left = self._ask(kind, "the sum of accumulated gradients", sums), zeros
-        for variable, x in zip(variables, left, strict=True):
-            self._check_writable(variable)
-            self._values.set(variable, self._replica, x)
-        return totals
-
-    def average(self, value: Any, names: Sequence[str] = ()) -> Any:
-        """Return the mean of a tree over the replicas, weighted by the examples of each."""
-        return self.combine(value, "MEAN", names)
-
-    def global_examples(self, local: int) -> int:
-        """Return the examples of all replicas, of which this one has ``local``."""
-        return local * self._size if self._weights is None else self._weights.total
-
-    @property
-    def share_of_mean(self) -> float:
-        """What a mean over the replicas multiplies this one's value by, weighted by examples."""
-        return 1 / self._size if self._weights is None else self._weights.share
+        return self.ask("merge_call", f"merge_call({name})", (merge_fn, tuple(args), kwargs))
 
 
 def _mean_of_one(op: ReduceOp, array: jax.Array) -> jax.Array:

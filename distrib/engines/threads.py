@@ -166,7 +166,7 @@ class ThreadsEngine:
                 for position, new in change.items():
                     if is_batch_statistic(state.variables[position]):
                         name = f"NNX variable {state.paths[position]}"
-                        change[position] = program.average(new, [name])
+                        change[position] = program.by_examples.average(new, [name])
                 if numerics is not None:
                     numerics.changed(state.paths, arrays, change)
                 return result, change

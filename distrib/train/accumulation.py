@@ -102,11 +102,11 @@ class Accumulation:
         gradients = [jnp.asarray(g, v.dtype) for g, v in zip(gradients, self._sums, strict=True)]
         if not self._deferred:
             if program is not None and aggregation is not None:
-                return program.combine(gradients, aggregation)
+                return program.by_examples.combine(gradients, aggregation)
             return gradients
         due = self._is_due(self._micro_step.value())
         if program is not None:
-            return program.accumulate(self._sums, gradients, aggregation, due)
+            return program.by_examples.accumulate(self._sums, gradients, aggregation, due)
         totals = [v.value() + g for v, g in zip(self._sums, gradients, strict=True)]
         for variable, total in zip(self._sums, totals, strict=True):
             variable.assign(jnp.where(due, 0, total))

@@ -65,7 +65,7 @@ def combine(
       names: a name for each gradient, for messages.
     """
     rounded = [i for i, v in enumerate(params.variables) if _is_rounded(v)]
-    totals, errors = program.combine_with_feedback(
+    totals, errors = program.by_examples.combine_with_feedback(
         [grads[i].to_dense() if is_slices(grads[i]) else grads[i] for i in rounded],
         [v.value() for v in residuals.variables],
         aggregation,
@@ -76,7 +76,9 @@ def combine(
     combined = dict(zip(rounded, totals, strict=True))
     rest = [i for i in range(len(grads)) if i not in combined]
     if rest:
-        exact = program.combine([grads[i] for i in rest], aggregation, [names[i] for i in rest])
+        exact = program.by_examples.combine(
+            [grads[i] for i in rest], aggregation, [names[i] for i in rest]
+        )
         combined.update(zip(rest, exact, strict=True))
     return [combined[i] for i in range(len(grads))]
 

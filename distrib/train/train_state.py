@@ -282,7 +282,9 @@ class TrainState(HoldsVariables):
             names = [path for path, _ in named]
             residuals = self._trees.get(RESIDUALS)
             if residuals is None:
-                operand = program.combine(operand, aggregation, names, in_parts=in_parts)
+                operand = program.by_examples.combine(
+                    operand, aggregation, names, in_parts=in_parts
+                )
             else:
                 operand = combine(program, params, residuals, operand, aggregation, names)
         operand = [_dense(leaf) for leaf in operand]

@@ -1,6 +1,6 @@
 """Variables, and the places where their values live."""
 
-from distrib.variables.change import ADDING_SCATTERS, change_name, combined
+from distrib.variables.change import ADDING_SCATTERS, change_name, combined, share_of_total
 from distrib.variables.component import Component, Copies, owner_of
 from distrib.variables.holder import HoldsVariables
 from distrib.variables.sharded_storage import ShardedStorage
@@ -48,5 +48,6 @@ __all__ = [
     "is_variable",
     "live_variables",
     "own_copy",
+    "share_of_total",
     "owner_of",
 ]

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from distrib.errors import AggregationError
 from distrib.values.indexed_slices import IndexedSlices, no_row
+from distrib.variables.synchronization import VariableAggregation
 
 
 def _divided(old: jax.Array, indices: Any, values: Any, options: dict[str, Any]) -> jax.Array:
@@ -67,3 +69,20 @@ def combined(kind: str, old: jax.Array, value: Any) -> jax.Array:
 
 combined_at_once = functools.partial(jax.jit, static_argnums=0)(combined)
 """The same as one compiled function, for changes outside of a step."""
+
+
+def share_of_total(variable: Any, kind: str, value: Any, num_replicas: int) -> Any:
+    """Return what each replica's copy of an ``ON_READ`` variable gets of an assignment outside.
+
+    Raises:
+      AggregationError: for adding to a variable that is summed, which cannot be divided faithfully.
+    """
+    if variable.aggregation is VariableAggregation.SUM and num_replicas > 1:
+        if kind != "assign":
+            raise AggregationError(
+                f"Variable {variable.name!r} is ON_READ with aggregation=SUM and does not support "
+                f"assign_{kind} in cross-replica context."
+            )
+        shared = jnp.asarray(value) / num_replicas
+        return shared if jnp.issubdtype(variable.dtype, jnp.inexact) else jnp.trunc(shared)
+    return value

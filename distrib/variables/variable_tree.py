@@ -143,7 +143,9 @@ class VariableTree:
         floating = [i for i, v in enumerate(self.variables) if jnp.issubdtype(v.dtype, jnp.inexact)]
         means = [i for i in floating if self.variables[i].aggregation is VariableAggregation.MEAN]
         names = [f"the new value of variable {self.variables[i].name}" for i in means]
-        combined = program.average([self.variables[i].fitted(leaves[i]) for i in means], names)
+        combined = program.by_examples.average(
+            [self.variables[i].fitted(leaves[i]) for i in means], names
+        )
         if means:
             chosen = [self.variables[i] for i in means]
             program.update(chosen, lambda olds, new: new, combined)

@@ -6,7 +6,7 @@ import numpy as np
 
 import distrib
 from distrib.collectives import Scattered
-from distrib.engines.deferred_updates import apply_in_order, deferred, updated_variables
+from distrib.engines.deferred_updates import apply_in_order, split_off, updated_variables
 from distrib.engines.program import Update
 from distrib.platform import shards_of
 
@@ -18,11 +18,11 @@ def add(olds, operand):
 def test_an_operand_comes_off_and_back():
     v, w = distrib.Variable(jnp.zeros(5)), distrib.Variable(jnp.ones(()))
     shards = shards_of((5,), 3)
-    first, arrays = deferred(Update((v,), add, {"x": Scattered(jnp.ones(2), shards)}))
+    first, arrays = split_off(Update((v,), add, {"x": Scattered(jnp.ones(2), shards)}))
     assert first.shards == (shards,)
     assert first.update.operand is None
     assert [a.shape for a in arrays] == [(2,)]  # The part of one replica.
-    second, arrays = deferred(Update((w, w), add, {"x": 2.0}))
+    second, arrays = split_off(Update((w, w), add, {"x": 2.0}))
     assert (second.shards, [a.shape for a in arrays]) == ((None,), [()])
     changed = updated_variables([first, second, first])
     assert [id(x) for x in changed] == [id(v), id(w)]

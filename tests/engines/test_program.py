@@ -152,7 +152,11 @@ def test_combine_and_global_examples_of_equal_batches():
 
     def step(x):
         program = distrib.context.current_program()
-        return program.combine(x, "MEAN"), program.combine(x, "SUM"), program.global_examples(3)
+        return (
+            program.by_examples.combine(x, "MEAN"),
+            program.by_examples.combine(x, "SUM"),
+            program.by_examples.global_examples(3),
+        )
 
     x = strategy.experimental_distribute_values_from_function(
         lambda c: jnp.float32(c.replica_id_in_sync_group)
@@ -167,8 +171,10 @@ def test_combine_and_global_examples_of_unequal_batches():
 
     def step(x):
         program = distrib.context.current_program()
-        seen.append(program.global_examples(x.shape[0]))
-        return program.combine(x.mean(), "MEAN"), program.combine(x.sum(), "SUM")
+        seen.append(program.by_examples.global_examples(x.shape[0]))
+        return program.by_examples.combine(x.mean(), "MEAN"), program.by_examples.combine(
+            x.sum(), "SUM"
+        )
 
     (x,) = strategy.experimental_distribute_dataset([np.float32([1, 2, 6])])
     mean, total = strategy.run(step, args=(x,))

@@ -7,7 +7,6 @@ write-back.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -241,12 +240,22 @@ def stack_components(value: PerReplica, mesh: Mesh) -> jax.Array:
     return value.whole
 
 
-@functools.partial(jax.jit, static_argnums=1)
+def stack_padded(value: PerReplica, form: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.Array:
+    """Stack components of unequal shapes, filled up with zeros to ``form`` ``[replica, ...]``.
+
+    On the host: on the devices each shape, on each of them, would be a small program to compile,
+    which costs more than the copies of one batch an epoch.
+    """
+    if not isinstance(form.dtype, np.dtype):  # Typed PRNG keys, which are no numbers of the host.
+        parts = [_padded(part, form.shape[1:]) for part in value.values]
+        return stack_parts(parts, form.dtype, mesh)
+    rows = []
+    for part, device in zip(value.values, mesh.local_devices, strict=True):
+        row = np.zeros((1, *form.shape[1:]), form.dtype)
+        row[(0, *map(slice, np.shape(part)))] = np.asarray(part)
+        rows.append(jax.device_put(row, device))
+    return jax.make_array_from_single_device_arrays(form.shape, split(mesh), rows)
+
+
 def _padded(part: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.pad(part, [(0, full - mine) for full, mine in zip(shape, part.shape, strict=True)])
-
-
-def stack_padded(value: PerReplica, form: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.Array:
-    """Stack components of unequal shapes, filled up with zeros to ``form`` ``[replica, ...]``."""
-    parts = [_padded(part, form.shape[1:]) for part in value.values]
-    return stack_parts(parts, form.dtype, mesh)

@@ -21,6 +21,7 @@ from distrib.context import current_frame
 from distrib.engines.copies import EagerCopies
 from distrib.engines.creation import created_in_transformation
 from distrib.engines.eager_combining import EagerCombining
+from distrib.engines.no_examples import brought
 from distrib.engines.numerics import Numerics
 from distrib.engines.program import Apply, Update, applied
 from distrib.engines.refusals import (
@@ -105,6 +106,8 @@ class ReplicaThread:
                     "eagerly cannot meet. Call it in the replica function itself, or run compiled: "
                     "distrib.config.run_functions_eagerly(False)."
                 )
+        if self._weights is not None and self._weights.mine == 0:
+            payload = brought(kind, payload, takes_part=self._weights.takes_part)
         return self._turn.ask(Request(kind, shown, payload, timeout))
 
     def run(self, fn: Any, args: Any, kwargs: Any) -> Any:
@@ -169,7 +172,7 @@ class ReplicaThread:
         alone = variable.storage.per_replica or self._size == 1
         if alone or (not one_copy and variable.aggregation is VariableAggregation.NONE):
             old = self._values.get(variable, self._replica)
-            self._values.set(variable, self._replica, combined(kind, old, variable.fitted(value)))
+            self.set_own(variable, combined(kind, old, variable.fitted(value)))
         else:
             shown = f"{change_name(kind)} of variable {variable.name!r}"
             means = variable.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA
@@ -195,7 +198,8 @@ class ReplicaThread:
     def set_own(self, variable: Variable, value: jax.Array) -> None:
         """Change this replica's copy of ``variable`` alone."""
         self._check_writable(variable)
-        self._values.set(variable, self._replica, value)
+        if self._weights is None or self._weights.takes_part:
+            self._values.set(variable, self._replica, value)
 
     def _check_writable(self, variable: Variable) -> None:
         if trace_token() != self._token:

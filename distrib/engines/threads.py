@@ -33,6 +33,7 @@ from distrib.engines.nnx_objects import (
     take_apart,
     write_back,
 )
+from distrib.engines.no_examples import CannotRunEmpty, stand_ins, without_stand_ins
 from distrib.engines.numerics import Numerics, require_finite
 from distrib.engines.refusals import nnx_differs, unequal_shapes
 from distrib.engines.replica_thread import (
@@ -44,7 +45,7 @@ from distrib.engines.run_options import NO_OPTIONS, RunOptions
 from distrib.engines.signature import is_argument
 from distrib.engines.step_values import StepValues
 from distrib.engines.turns import Request, Turn, take_turns
-from distrib.engines.weights import ExampleWeights, examples_of
+from distrib.engines.weights import ExampleWeights, are_uneven, weights_of
 from distrib.errors import AggregationError, ContextError, OutputError
 from distrib.platform import (
     Device,
@@ -105,18 +106,32 @@ class ThreadsEngine:
         fn = unjitted(fn)
         leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=is_argument)
         check_components(leaves, len(self._devices))
-        if not options.experimental_enable_dynamic_batch_size and _are_uneven(leaves):
+        if not options.experimental_enable_dynamic_batch_size and are_uneven(leaves):
             raise unequal_shapes(leaves)
-        values = StepValues(self._strategy, self._devices, self._reducer)
-        weights = _weights(leaves, len(self._devices))
-        objects = [leaf for leaf in leaves if is_nnx_object(leaf)]
-        state = take_apart(objects) if objects else None
-        numerics = [_numerics(i, weights[i]) for i in range(len(self._devices))]
-        bodies = [
-            self._body(fn, treedef, leaves, i, values, weights[i], state, numerics[i])
-            for i in range(len(self._devices))
-        ]
-        outcomes = take_turns(bodies, lambda requests: self._meet(values, requests))
+        weights = weights_of(leaves, len(self._devices))
+        empty: tuple[int, ...] = ()
+        while True:
+            try:
+                return self._run(fn, leaves, treedef, weights, empty)
+            except CannotRunEmpty as failed:
+                empty = (*empty, failed.replica)
+                weights = weights_of(leaves, len(self._devices), empty)
+
+    def _run(
+        self,
+        fn: Callable[..., Any],
+        leaves: Sequence[Any],
+        treedef: Any,
+        weights: Sequence[ExampleWeights | None],
+        empty: Sequence[int],
+    ) -> Any:
+        """Run a step, with stand-ins for the examples of the replicas ``empty``."""
+        for_two = self._outcomes(fn, leaves, treedef, weights, empty, 2)[1] if empty else []
+        values, outcomes, state, numerics = self._outcomes(fn, leaves, treedef, weights, empty, 1)
+        with_examples = next((i for i in range(len(outcomes)) if i not in empty), 0)
+        for i in empty:
+            result = without_stand_ins(outcomes[i][0], for_two[i][0], outcomes[with_examples][0])
+            outcomes[i] = (result, outcomes[with_examples][1])
         _require_finite(values, outcomes, numerics)
         changes = _agreed(state, [change for _, change in outcomes]) if state else {}
         changes = {position: values.free(new, 0) for position, new in changes.items()}
@@ -126,6 +141,29 @@ class ThreadsEngine:
             if state:
                 write_back(state, changes)
         return result
+
+    def _outcomes(
+        self,
+        fn: Callable[..., Any],
+        leaves: Sequence[Any],
+        treedef: Any,
+        weights: Sequence[ExampleWeights | None],
+        empty: Sequence[int],
+        count: int,
+    ) -> tuple[StepValues, list[tuple[Any, dict[int, Any]]], NnxState | None, list[Any]]:
+        """Call ``fn`` for each replica, with ``count`` stand-ins where there is no example."""
+        for replica in empty:
+            leaves = [stand_ins(leaf, replica, count) for leaf in leaves]
+        values = StepValues(self._strategy, self._devices, self._reducer)
+        objects = [leaf for leaf in leaves if is_nnx_object(leaf)]
+        state = take_apart(objects) if objects else None
+        numerics = [_numerics(i, weights[i]) for i in range(len(self._devices))]
+        bodies = [
+            self._body(fn, treedef, leaves, i, values, weights[i], state, numerics[i])
+            for i in range(len(self._devices))
+        ]
+        outcomes = take_turns(bodies, lambda requests: self._meet(values, requests))
+        return values, outcomes, state, numerics
 
     def _body(
         self,
@@ -158,7 +196,7 @@ class ThreadsEngine:
                     numerics.given(args, kwargs)
                     if state is not None:
                         numerics.held(state.paths, arrays)
-                result = _called(fn, args, kwargs)
+                result = _called(fn, args, kwargs, replica, weights)
                 if state is None:
                     return result, {}
                 copies = [x for x in seen if is_nnx_object(x)]
@@ -236,11 +274,19 @@ def _require_finite(
     require_finite(found)
 
 
-def _called(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _called(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    replica: int,
+    weights: ExampleWeights | None,
+) -> Any:
     try:
         return fn(*args, **kwargs)
-    except NameError as error:
-        if "unbound axis name" not in str(error):
+    except Exception as error:
+        if weights is not None and weights.mine == 0 and weights.takes_part:
+            raise CannotRunEmpty(replica) from error
+        if not isinstance(error, NameError) or "unbound axis name" not in str(error):
             raise
         refusal = ContextError(
             f"{error}: replicas that run eagerly are no mesh axis, so the collectives of jax.lax, "
@@ -298,20 +344,6 @@ def _merged(trees: Sequence[Any]) -> Any:
         return PerReplica(leaves)
 
     return jax.tree.map(merge, *trees, is_leaf=_whole)
-
-
-def _weights(leaves: Sequence[Any], size: int) -> list[ExampleWeights | None]:
-    """Return the examples of each replica among those of all; None where they are equal."""
-    uneven = [leaf for leaf in leaves if isinstance(leaf, PerReplica) and leaf.whole is None]
-    examples = examples_of([np.shape(part) for part in leaf.values] for leaf in uneven)
-    if examples is None:
-        return [None] * size
-    return [ExampleWeights(count, sum(examples), size) for count in examples]
-
-
-def _are_uneven(leaves: Sequence[Any]) -> bool:
-    parts = [x.values for x in leaves if isinstance(x, PerReplica) and x.whole is None]
-    return any(len(set(map(np.shape, values))) > 1 for values in parts)
 
 
 def _concatenated(parts: Sequence[Any], axis: int, device: Device) -> jax.Array:

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from distrib.values import map_apart
+from distrib.values import PerReplica, map_apart
 
 
 @dataclass(frozen=True)
@@ -82,3 +83,32 @@ def examples_of(arguments: Iterable[Sequence[tuple[int, ...]]]) -> list[int] | N
         if len(set(counts)) > 1:
             return counts
     return None
+
+
+def weights_of(
+    leaves: Sequence[Any], num_replicas: int, empty: Sequence[int] = ()
+) -> list[ExampleWeights | None]:
+    """Return the examples of each replica among those of all; None where they are equal.
+
+    Args:
+      leaves: the arguments of a step.
+      num_replicas: how many replicas there are.
+      empty: the replicas that take no part.
+    """
+    examples = examples_of([np.shape(part) for part in leaf.values] for leaf in _separate(leaves))
+    if examples is None:
+        return [None] * num_replicas
+    total = sum(examples)
+    return [
+        ExampleWeights(count, total, num_replicas, takes_part=replica not in empty)
+        for replica, count in enumerate(examples)
+    ]
+
+
+def are_uneven(leaves: Sequence[Any]) -> bool:
+    """Tell whether replicas see different shapes of an argument."""
+    return any(len(set(map(np.shape, leaf.values))) > 1 for leaf in _separate(leaves))
+
+
+def _separate(leaves: Sequence[Any]) -> list[PerReplica]:
+    return [leaf for leaf in leaves if isinstance(leaf, PerReplica) and leaf.whole is None]

@@ -160,7 +160,10 @@ def what_changed(signatures: Sequence[Any]) -> str:
     if before[0] != after[0]:
         return f"The structure of its arguments changed from {before[0]} to {after[0]}."
     if before[3:] != after[3:]:
-        return "Its RunOptions changed, or checks of its numbers were turned on or off."
+        return (
+            "Its RunOptions changed, checks of its numbers were turned on or off, or a setting of "
+            "JAX has changed."
+        )
     changes = [
         f"argument leaf {i} was {_shown(old)} and is {_shown(new)}"
         for i, (old, new) in enumerate(zip(before[1], after[1], strict=True))

@@ -33,7 +33,7 @@ from distrib.engines.signature import Kind, is_argument, traced_form
 from distrib.engines.spmd import Step, entering_leaf, even_body, even_finish, even_out_specs
 from distrib.engines.uncompiled import Runs, Uncompiled
 from distrib.errors import UnevenReplicasError
-from distrib.platform import leaves_with_paths
+from distrib.platform import compilation_settings, leaves_with_paths
 from distrib.variables import live_variables
 
 
@@ -225,7 +225,8 @@ class SpmdEngine:
         """Find or make the program of a call, or of a stretch of steps."""
         steps = None if stretch is None else stretch.key
         check_numerics = check_numerics_enabled()
-        signature = (*arguments.key, in_replica, options.key, check_numerics, steps)
+        settings = compilation_settings()
+        signature = (*arguments.key, in_replica, options.key, check_numerics, steps, settings)
         step = self._cache.find(fn, signature)
         if step is None:
             step, variables = self._make(

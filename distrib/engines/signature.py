@@ -136,9 +136,13 @@ def _components_signature(leaf: PerReplica) -> tuple[Any, ...]:
     return (Layout.COMPONENTS, tuple(forms))
 
 
-@functools.cache
 def held_dtype(dtype: Any) -> Any:
     """Return the dtype in which JAX holds an array of ``dtype``: float32 of float64, for one."""
+    return _held_dtype(dtype, jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@functools.cache
+def _held_dtype(dtype: Any, wide: bool) -> Any:
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 

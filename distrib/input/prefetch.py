@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from distrib.input.options import checked_int
+from distrib.platform import thread_settings, with_settings
 
 T = TypeVar("T")
 
@@ -255,9 +256,15 @@ class _Loader(threading.Thread):
         super().__init__(name=f"distrib-prefetch-{next(_thread_numbers)}", daemon=True)
         self.line = line
         self._work = (iterator, transform)
+        # A `with jax.enable_x64(True):` around the loop is meant for what is loaded in it.
+        self._settings = thread_settings()
 
     def run(self) -> None:
-        """Fill the line."""
+        """Fill the line, under the settings of JAX of the thread that made this one."""
+        with with_settings(self._settings):
+            self._fill()
+
+    def _fill(self) -> None:
         line, (iterator, transform) = self.line, self._work
         del self._work  # so that the loader lives no longer than this frame
         position, error = 0, None

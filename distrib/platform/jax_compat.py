@@ -41,6 +41,11 @@ try:
 except ImportError:
     _batched_device_put = None
 
+try:
+    from jax._src.config import trace_context as _settings_of_traces
+except ImportError:
+    _settings_of_traces = None
+
 if TYPE_CHECKING:
 
     class Device:
@@ -145,6 +150,19 @@ _SETTINGS = (
 def thread_settings() -> dict[str, Any]:
     """Return the settings of JAX in this thread, for :func:`with_settings` in another."""
     return {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS}
+
+
+def compilation_settings() -> Any:
+    """Return the settings of JAX in this thread that a compiled program depends on; hashable.
+
+    >>> before = compilation_settings()
+    >>> with jax.enable_x64(True):
+    ...     print(compilation_settings() == before)
+    False
+    """
+    if _settings_of_traces is not None:
+        return _settings_of_traces()
+    return tuple(thread_settings().values())
 
 
 @contextlib.contextmanager
@@ -280,7 +298,8 @@ def put_pieces(
     Array([0, 1, 2, 3], dtype=int32)
     """
     if _batched_device_put is not None:
-        form = _placed_form(array.shape, array.dtype, sharding)
+        wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+        form = _placed_form(array.shape, array.dtype, sharding, wide)
         # A dtype that JAX does not hold as it is, a 64-bit one, has to be converted on the way.
         if form.dtype == array.dtype:
             return _batched_device_put(form, sharding, pieces, devices)
@@ -288,5 +307,6 @@ def put_pieces(
 
 
 @functools.lru_cache(maxsize=1024)
-def _placed_form(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> Any:
+def _placed_form(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, wide: bool) -> Any:
+    """Return how JAX describes a placed array; ``wide`` is for the cache: the dtype follows it."""
     return jax.device_put(np.zeros(shape, dtype), sharding).aval

@@ -266,7 +266,7 @@ def test_what_changed_of_structures():
 def test_what_changed_of_options():
     structure = jax.tree.structure(1)
     text = what_changed([(structure, (), None, True, None), (structure, (), None, True, 3)])
-    assert text == "Its RunOptions changed, or checks of its numbers were turned on or off."
+    assert text.startswith("Its RunOptions changed, checks of its numbers were turned on or off,")
 
 
 # Functions that cannot be remembered.

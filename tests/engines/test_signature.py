@@ -226,3 +226,26 @@ def test_plain_values_without_weak_references():
     assert leaf_key(range(3)) == leaf_key(range(3))
     assert leaf_key(range(3)) != leaf_key(range(4))
     assert leaf_key(jnp.dtype("float32")) == leaf_key(jnp.dtype("float32"))
+
+
+def test_a_dtype_is_held_as_jax_is_set_now():
+    """What was found under 64-bit types used to be kept for after them."""
+    with jax.enable_x64(True):
+        assert held_dtype(np.dtype("float64")) == np.float64
+    assert held_dtype(np.dtype("float64")) == np.float32
+    with jax.enable_x64(True):
+        assert held_dtype(np.dtype("float64")) == np.float64
+
+
+def test_settings_of_jax_make_another_program():
+    strategy = distrib.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x):
+        return x + 1
+
+    for wide, dtype in ((False, "float32"), (True, "float64"), (False, "float32")):
+        with jax.enable_x64(wide):
+            result = strategy.run(step, args=(np.float64(1),))
+            (batch,) = strategy.experimental_distribute_dataset([np.ones(2)])
+        assert [x.dtype for x in result.values] == [dtype] * 2
+        assert batch.values[0].dtype == dtype

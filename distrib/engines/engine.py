@@ -16,6 +16,7 @@ from distrib.engines.cache import CompileCache
 from distrib.engines.calls import check_components, check_outside_trace, unjitted
 from distrib.engines.creation import created_again, created_too_late, kept_if_finished
 from distrib.engines.explanation import Explanation, explained, taken
+from distrib.engines.function import python_function
 from distrib.engines.lift import Call, lift
 from distrib.engines.many_steps import (
     Stretch,
@@ -133,7 +134,8 @@ class SpmdEngine:
         Raises:
           UnevenReplicasError: if there is none.
         """
-        step = self._step(unjitted(fn), Arguments(args, kwargs or {}), NO_OPTIONS, True)
+        fn, in_replica = python_function(fn)
+        step = self._step(fn, Arguments(args, kwargs or {}), NO_OPTIONS, in_replica)
         return self._only_compiled(step).compiled.as_text()
 
     def _run(
@@ -191,7 +193,8 @@ class SpmdEngine:
         check_outside_trace()
         kwargs = kwargs or {}
         arguments = Arguments(args, kwargs)
-        step = self._step(unjitted(fn), arguments, NO_OPTIONS, True)
+        fn, in_replica = python_function(fn)
+        step = self._step(fn, arguments, NO_OPTIONS, in_replica)
         step = self._only_compiled(step)
         named = leaves_with_paths({"args": tuple(args), "kwargs": kwargs}, is_leaf=is_argument)
         takes = taken([path for path, _ in named], arguments.leaves, arguments.keys)

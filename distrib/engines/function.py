@@ -9,8 +9,10 @@ from typing import Any
 
 from distrib.config import functions_run_eagerly
 from distrib.context import current_program, default_frame, get_strategy, has_strategy
+from distrib.engines.calls import unjitted
 from distrib.engines.captures import Capture, found_strategies
 from distrib.errors import ContextError
+from distrib.platform import ends_with_users_line
 
 
 class Function:
@@ -33,6 +35,7 @@ class Function:
         """The function as it was written."""
         return self._fn
 
+    @ends_with_users_line
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, compiled for its arguments.
 
@@ -73,6 +76,13 @@ class Function:
         return f"<distrib.function {self._fn.__qualname__}>"
 
 
+def python_function(fn: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
+    """Return the Python function that ``fn`` compiles, and whether it is one of a replica."""
+    if isinstance(fn, Function):
+        return fn.python_function, False
+    return unjitted(fn), True
+
+
 def function(fn: Callable[..., Any]) -> Function:
     """Compile cross-replica code and the steps that it runs into one program.
 
@@ -84,7 +94,8 @@ def function(fn: Callable[..., Any]) -> Function:
 
     As under ``jax.jit`` the Python code runs once for each structure, shape and dtype of the
     arguments. Arrays and numbers among them are traced; per-replica values are handed on to
-    ``strategy.run``; booleans, strings and other objects are constants of the program. Called in
+    ``strategy.run``; booleans, strings and other objects are constants of the program. A batch has
+    to be an argument: loop over a dataset outside of the function. Called in
     the scope of a strategy it is compiled for that one, else for the one that it uses. Under
     ``distrib.config.run_functions_eagerly(True)``, and for the default strategy, it is called as
     it is; inside of another such function, or of a step, it becomes part of that.

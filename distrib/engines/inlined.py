@@ -15,7 +15,7 @@ from distrib.engines.calls import unjitted
 from distrib.engines.local_values import local_value
 from distrib.engines.outputs import check_returned, is_array, is_end
 from distrib.engines.signature import is_argument
-from distrib.errors import NestedTraceError
+from distrib.errors import ContextError, NestedTraceError
 from distrib.platform.jax_compat import trace_token
 from distrib.platform.pytree_paths import leaves_with_paths
 from distrib.values import DistributedValues, Layout, PerReplica
@@ -39,6 +39,7 @@ class InlinedReplicas:
         """Call ``fn`` in the replica, and return per-replica values.
 
         Raises:
+          ContextError: for a batch that is no argument of the function.
           NestedTraceError: inside of a JAX transformation.
           OutputError: if ``fn`` returns an object that is no array.
         """
@@ -68,6 +69,12 @@ class InlinedReplicas:
             # Made inside of the function, by experimental_distribute_values_from_function.
             parts = jnp.stack([jnp.asarray(part) for part in leaf.values])
             return parts[self.frame.replica.replica_id_in_sync_group]  # pyright: ignore[reportOptionalMemberAccess]
+        if isinstance(leaf, PerReplica) and leaf.whole is not None:
+            raise ContextError(
+                "strategy.run was given a per-replica value that is no argument of the "
+                "distrib.function which calls it: its program would keep this one batch. Give the "
+                "batch to the function: loop over the dataset outside, or use distrib.train_loop."
+            )
         if isinstance(leaf, DistributedValues):
             return local_value(leaf)
         if isinstance(leaf, bool) or not isinstance(leaf, int | float | complex | np.ndarray):

@@ -167,12 +167,13 @@ def _users_line() -> str:
     return f" ({line})" if line else ""
 
 
-def require_finite(found: Sequence[tuple[Sequence[Check], Any]]) -> None:
+def require_finite(found: Sequence[tuple[Sequence[Check], Any]], which: str = "A step") -> None:
     """Raise if one of the values that must be finite is not.
 
     Args:
       found: for each replica what was looked at, and int ``[check, 3]``: how many elements are NaN,
         infinite, and all.
+      which: the step, for the message.
 
     Raises:
       NonFiniteError: naming what came in so, then what the step made of it, and the replicas.
@@ -199,7 +200,7 @@ def require_finite(found: Sequence[tuple[Sequence[Check], Any]]) -> None:
     came_in = listed[0][0].role is Role.GIVEN
     origin = "They came in with" if came_in else "They arose in the step, at or before"
     raise NonFiniteError(
-        "A step gave values that are not finite, and no variable was changed. "
+        f"{which} gave values that are not finite, and no variable was changed. "
         f"{origin} the first of these:\n  " + "\n  ".join(lines)
     )
 

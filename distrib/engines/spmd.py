@@ -159,8 +159,10 @@ class Step:
     def _check(self, counts: np.ndarray) -> None:
         """Raise for the first of the steps whose values, ``[replica, step, check, 3]``, are bad."""
         by_replica = counts.reshape(self._mesh.devices.size, -1, len(self._checks), 3)
-        for step in range(by_replica.shape[1]):
-            require_finite([(self._checks, rows[step]) for rows in by_replica])
+        count = by_replica.shape[1]
+        for step in range(count):
+            which = "A step" if count == 1 else f"Step {step} (from 0) of the {count} of a call"
+            require_finite([(self._checks, rows[step]) for rows in by_replica], which)
 
     def _store(self, common: list, new: list) -> None:
         for cell, array in zip(self._written, new, strict=True):

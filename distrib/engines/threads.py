@@ -289,9 +289,11 @@ def _called(
         if not isinstance(error, NameError) or "unbound axis name" not in str(error):
             raise
         refusal = ContextError(
-            f"{error}: replicas that run eagerly are no mesh axis, so the collectives of jax.lax, "
-            "and layers with an axis_name, cannot meet. Use get_replica_context().all_reduce, or "
-            "run compiled: distrib.config.run_functions_eagerly(False)."
+            "Replicas that run eagerly are no mesh axis, so the collectives of jax.lax, and layers "
+            "with an axis_name, cannot meet. Make such layers without axis_name while you debug "
+            "(their statistics are then those of the replica), use "
+            "get_replica_context().all_reduce, or run compiled: "
+            f"distrib.config.run_functions_eagerly(False). JAX says: {error}"
         )
         raise refusal.with_traceback(error.__traceback__) from error
 

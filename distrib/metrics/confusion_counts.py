@@ -52,7 +52,8 @@ class ConfusionCounts(Metric):
 
         Args:
           labels: 0 or 1, or booleans, ``[batch, ...]``.
-          predictions: probabilities of class 1, from 0 to 1, of the shape of the labels.
+          predictions: probabilities of class 1, from 0 to 1, of the shape of the labels. Another
+            number, a logit for one, makes the counts NaN that it would be in.
           sample_weight: broadcasts against the labels from the first axis, or None.
 
         Raises:
@@ -67,9 +68,13 @@ class ConfusionCounts(Metric):
             )
         _, weights = weighted(labels, sample_weight)
         positive = labels.astype(bool).reshape(1, -1)
+        scores = predictions.astype(jnp.float32).reshape(1, -1)
         weights = weights.reshape(1, -1)
+        # Logits given for probabilities: a count of them would pass for a result.
+        is_probability = (scores >= 0) & (scores <= 1)
+        weights = jnp.where(is_probability | (weights == 0), weights, jnp.nan)
         thresholds = jnp.asarray(self._thresholds, jnp.float32)
-        above = predictions.astype(jnp.float32).reshape(1, -1) > thresholds[:, None]
+        above = scores > thresholds[:, None]
         for state, which in (
             (self.true_positives, above & positive),
             (self.false_positives, above & ~positive),

@@ -7,7 +7,7 @@ process, as in TensorFlow; it is not ``jax.Device.id``, which counts over all pr
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 
@@ -93,6 +93,11 @@ def resolve_devices(specs: Sequence[str | Device] | None = None) -> tuple[Device
         text = specs if isinstance(specs, str) else short_device_string(specs)
         raise errors.DeviceError(
             f"devices is {specs!r}, and must be a list of devices: pass [{text!r}]."
+        )
+    if not isinstance(specs, Iterable):
+        raise errors.DeviceError(
+            f"devices is {specs!r}, and must be a list of devices, such as ['CPU:0', 'CPU:1']. To "
+            'have more CPU devices call distrib.config.set_logical_devices("CPU", 4) first.'
         )
     devices = tuple(resolve_device(spec) for spec in specs)
     if not devices:

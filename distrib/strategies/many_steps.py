@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 
+from distrib.context import current_program
 from distrib.engines import RunOptions, is_argument
 from distrib.errors import ContextError, OutOfRangeError
 from distrib.input import DistributedDataset, DistributedIterator
+from distrib.platform import ends_with_users_line
 from distrib.strategies.answers import Runner
 
 Call = tuple[Sequence[Any], dict[str, Any]]
@@ -106,6 +108,7 @@ def _is_input(leaf: Any) -> bool:
     return isinstance(leaf, DistributedDataset | DistributedIterator) or is_argument(leaf)
 
 
+@ends_with_users_line
 def train_loop(step: Callable[..., Any], iterator: DistributedIterator, steps: int) -> Any:
     """Run ``steps`` steps in one program, each with the next batch of ``iterator``.
 
@@ -117,7 +120,8 @@ def train_loop(step: Callable[..., Any], iterator: DistributedIterator, steps: i
     variables leave their device for it.
 
     Args:
-      step: called in replica context as ``step(batch)``.
+      step: called in replica context as ``step(batch)``, a tuple too as one argument. Define it
+        once: a lambda that is made anew for each call is compiled for each.
       iterator: ``iter(dataset)`` of a distributed dataset; its strategy runs the steps.
       steps: the most steps, 1 or more.
 
@@ -126,6 +130,7 @@ def train_loop(step: Callable[..., Any], iterator: DistributedIterator, steps: i
       ``[steps, ...]``, with as many steps as there were batches.
 
     Raises:
+      ContextError: inside of a :func:`distrib.function` or a step.
       OutOfRangeError: if the iterator is at its end.
       OutputError: if the steps return arrays of different shapes.
       TypeError: if ``iterator`` is not the iterator of a distributed dataset.
@@ -136,13 +141,20 @@ def train_loop(step: Callable[..., Any], iterator: DistributedIterator, steps: i
     >>> with strategy.scope():
     ...     v = distrib.Variable(0.0, aggregation=distrib.VariableAggregation.SUM)
     >>> dataset = strategy.experimental_distribute_dataset(jax.numpy.arange(6.0), batch_size=2)
-    >>> print(*train_loop(lambda x: v.assign_add(x.sum()), iter(dataset), 3).values)
+    >>> def step(x):
+    ...     return v.assign_add(x.sum())
+    >>> print(*train_loop(step, iter(dataset), 3).values)
     [ 1.  6. 15.] [ 1.  6. 15.]
     """
     if not isinstance(iterator, DistributedIterator):
         raise TypeError(
             f"train_loop was given a {type(iterator).__name__} to draw batches from: give it "
             "iter(strategy.experimental_distribute_dataset(...)), made once for an epoch."
+        )
+    if current_program() is not None:
+        raise ContextError(
+            "train_loop was called inside of a distrib.function or a step, which are programs of "
+            "their own. Call it outside: it makes one program of its steps by itself."
         )
     options = RunOptions(steps_per_call=steps)
     return iterator.strategy.run(step, args=(iterator,), options=options)

@@ -36,6 +36,8 @@ def _has_copies(leaf: Any) -> bool:
 
 
 def _check(leaf: Any, name: str) -> None:
+    if isinstance(leaf, Variable):
+        name = f"variable {leaf.name!r}" if name == "(root)" else f"{name} (variable {leaf.name!r})"
     if isinstance(leaf, Variable) and leaf.storage.per_replica:
         raise NotMirroredError(
             f"Variable {leaf.name!r} is ON_READ: its copies are each replica's own and need not "

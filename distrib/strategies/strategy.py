@@ -88,8 +88,10 @@ class Strategy(CanBeCurrent):
         """Call ``fn`` once for each replica, on its device, and return what the replicas returned.
 
         ``fn`` is compiled once for each structure, shape and dtype of its arguments, with the
-        variables that it reads and changes; it need not be jitted. Not collective with other
-        processes here. Does not block: the results are futures, as all arrays of JAX.
+        variables that it reads and changes; it need not be jitted. Define it once, outside of the
+        loop: a function that is made anew, a lambda in a loop for one, is compiled anew. Not
+        collective with other processes here. Does not block: the results are futures, as all arrays
+        of JAX.
 
         Args:
           fn: the step, called in replica context as ``fn(*args, **kwargs)``.
@@ -168,6 +170,7 @@ class Strategy(CanBeCurrent):
         self._require_cross_replica("gather", "use get_replica_context().all_gather()")
         return self._extended.gather_tree(value, axis)
 
+    @ends_with_users_line
     def experimental_distribute_dataset(
         self,
         dataset: Any,
@@ -214,6 +217,7 @@ class Strategy(CanBeCurrent):
         distributed.strategy = self
         return distributed
 
+    @ends_with_users_line
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:

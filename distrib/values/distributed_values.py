@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from distrib.errors import PerReplicaError
+from distrib.platform import ends_with_users_line
 from distrib.platform.jax_compat import uncommitted
 from distrib.values.arithmetic import ArrayOperators
 
@@ -129,6 +130,7 @@ class PerReplica(DistributedValues):
             pieces = [_drop_replica_axis(piece) for piece in pieces]
         return [uncommitted(piece) for piece in pieces]
 
+    @ends_with_users_line
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise PerReplicaError(
             "A PerReplica is one value for each replica, and was used as one number or array "

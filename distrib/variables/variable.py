@@ -25,7 +25,8 @@ from distrib.variables.synchronization import (
 )
 
 _serial = itertools.count()
-_live: weakref.WeakSet[Variable] = weakref.WeakSet()
+# By serial number: a set would compare variables, which is by element.
+_live: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
 
 
 class Variable(Changeable):
@@ -106,7 +107,7 @@ class Variable(Changeable):
             self.storage: Storage = self._make_storage(value)
         else:
             self.storage = program.create(self, value, self._make_storage)
-        _live.add(self)
+        _live[self.serial] = self
 
     def _make_storage(self, value: Any) -> Storage:
         return self._strategy.extended.create_storage(
@@ -127,7 +128,7 @@ class Variable(Changeable):
 
     def abandon(self) -> None:
         """Leave a variable behind that was created in a step which failed before it had a value."""
-        _live.discard(self)
+        _live.pop(self.serial, None)
         self.storage = cast(Storage, AbandonedStorage(self._name))
 
     @property
@@ -257,13 +258,15 @@ class Variable(Changeable):
         components = self.values
         other.storage = self._make_storage(components[0])
         other.storage.put_components(components)
-        _live.add(other)
+        _live[other.serial] = other
         return other
 
     def __repr__(self) -> str:
         head = f"<distrib.Variable {self._name!r} shape={self._shape} dtype={self._dtype}"
         if current_program() is not None:
             return f"{head} (inside a step)>"
+        if isinstance(self.storage, AbandonedStorage):
+            return f"{head} (without a value: the step that created it has failed)>"
         copies = ", ".join(f"{i}: {copy}" for i, copy in enumerate(self.values))
         return f"{head} {{{copies}}}>"
 
@@ -296,7 +299,7 @@ def is_variable(value: Any) -> bool:
 
 def live_variables(strategy: Any) -> list[Variable]:
     """Return the variables of ``strategy`` that somebody still holds, in the order of creation."""
-    mine = [v for v in _live if v.distribute_strategy is strategy]
+    mine = [v for v in _live.values() if v.distribute_strategy is strategy]
     return sorted(mine, key=lambda v: v.serial)
 
 

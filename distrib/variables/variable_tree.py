@@ -105,11 +105,13 @@ class VariableTree:
         with_paths = leaves_with_paths({self._name: tree}, is_leaf=is_slices)
         if jax.tree.structure(tree, is_leaf=is_slices) != self.treedef:
             mine, given = {v.name for v in self.variables}, {path for path, _ in with_paths}
-            difference = sorted(mine ^ given)
-            what = f"{difference[0]} is in one of them only" if difference else str(self.treedef)
+            lacking, more = sorted(mine - given), sorted(given - mine)
+            says = [f"it has no {lacking[0]}"] if lacking else []
+            says += [f"it has {more[0]}, where {self._name} has nothing"] if more else []
             raise VariableError(
-                f"The tree given for {self._name} has another structure: {what}. Give a tree like "
-                f"{self._name}, with the same keys."
+                f"The tree given for {self._name} has another structure: "
+                f"{' and '.join(says) or self.treedef}. Give a tree like {self._name}, with the "
+                "same keys."
             )
         leaves = [
             leaf if impl is None else jax.random.key_data(leaf)

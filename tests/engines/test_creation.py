@@ -259,3 +259,19 @@ def test_a_created_variable_dies_with_its_model():
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_the_error_of_a_step_that_created_an_array_comes_out(engine):
+    """To forget the variable, it used to be compared with the others, element by element."""
+    strategy = mirrored(2)
+    holder = {}
+
+    def step():
+        holder["v"] = distrib.Variable(jnp.zeros(3), name="v")
+        distrib.Variable(jnp.zeros(3), name="w")
+        return jnp.ones(2) @ jnp.ones(5)
+
+    with pytest.raises(TypeError, match="dot_general"):
+        strategy.run(step)
+    if engine == "compiled":
+        assert "without a value" in repr(holder["v"])

@@ -306,7 +306,7 @@ def test_a_batch_that_is_not_an_argument_is_refused():
     def closes_over():
         return strategy.run(lambda x: x, args=(batch,))
 
-    with pytest.raises(ContextError, match="without being passed to it"):
+    with pytest.raises(ContextError, match="no argument of the distrib.function which"):
         closes_over()
 
 
@@ -393,3 +393,54 @@ def test_model_code_in_a_replica_works_unmodified():
     assert [float(p) for p in last.values] == [4, 10]
     assert [float(p) for p in chosen.values] == [2, 20]
     assert [p.tolist() for p in inside.values] == [[4, 6]] * 2
+
+
+def test_errors_end_with_the_users_line():
+    strategy = mirrored(2)
+
+    def step(x):
+        return x @ jnp.ones(7)
+
+    @distrib.function
+    def both(x):
+        return strategy.run(step, args=(x,))
+
+    with pytest.raises(TypeError, match="dot_general") as caught:
+        both(batch_of(strategy, [1, 2]))
+    files = [entry.path for entry in caught.traceback]
+    assert all(str(path).endswith("test_function.py") for path in files)
+    assert caught.traceback[-1].name == "step"
+
+
+def test_a_loop_over_a_dataset_and_train_loop_stand_outside():
+    strategy = mirrored(2)
+    dataset = strategy.experimental_distribute_dataset(np.arange(8.0), batch_size=4)
+
+    @distrib.function
+    def epoch(dataset):
+        for batch in dataset:
+            strategy.run(lambda x: x.sum(), args=(batch,))
+
+    with pytest.raises(ContextError, match=r"loop over the dataset outside, or use .*train_loop"):
+        epoch(dataset)
+
+    @distrib.function
+    def loop(iterator):
+        distrib.train_loop(lambda x: x, iterator, 2)
+
+    with strategy.scope(), pytest.raises(ContextError, match="train_loop was called inside of a"):
+        loop(iter(dataset))
+
+
+def test_a_function_can_be_explained_and_its_program_read():
+    strategy = mirrored(2)
+
+    @distrib.function
+    def total(x):
+        return strategy.reduce("SUM", strategy.run(lambda x: x.sum(), args=(x,)), axis=None)
+
+    batch = batch_of(strategy, [1, 2, 3, 4])
+    assert "all-reduce" in strategy.extended.compiled_text(total, args=(batch,))
+    assert sum(
+        sent.kind == "all-reduce" for sent in strategy.extended.explain(total, (batch,)).sends
+    )

@@ -119,3 +119,12 @@ def test_shapes_that_differ_are_refused_with_both():
 def test_what_has_no_meaning_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_logits_do_not_pass_for_probabilities():
+    auc = distrib.metrics.AUC(num_thresholds=3)
+    auc.update_state(jnp.array([0, 1, 1]), jnp.array([0.2, 0.7, 3.0]))
+    assert np.isnan(auc.result())
+    masked = distrib.metrics.Recall()
+    masked.update_state(jnp.array([0, 1, 1]), jnp.array([0.2, 0.7, 3.0]), jnp.array([1, 1, 0]))
+    assert float(masked.result()) == 1

@@ -4,10 +4,6 @@ from distrib.collectives import (
     CollectiveHints,
     CommunicationImplementation,
     CommunicationOptions,
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    RingAllReduce,
-    ring_steps,
 )
 from distrib.collectives import CommunicationImplementation as CollectiveCommunication
 from distrib.strategies import CentralStorageStrategy
@@ -19,9 +15,5 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
-    "CrossDeviceOps",
-    "HierarchicalCopyAllReduce",
-    "RingAllReduce",
     "ValueContext",
-    "ring_steps",
 ]

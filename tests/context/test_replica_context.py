@@ -9,14 +9,6 @@ from distrib.context import ReplicaContext
 from tests.support.strategies import on_every_strategy, on_two_replicas
 
 
-@pytest.fixture(params=["compiled", "eager"])
-def engine(request):
-    """Run the test under both engines."""
-    distrib.config.run_functions_eagerly(request.param == "eager")
-    yield request.param
-    distrib.config.run_functions_eagerly(False)
-
-
 def context():
     return distrib.get_replica_context()
 

@@ -18,13 +18,6 @@ SUM = distrib.VariableAggregation.SUM
 MEAN = distrib.VariableAggregation.MEAN
 
 
-@pytest.fixture(params=["compiled", "eagerly"])
-def engine(request):
-    distrib.config.run_functions_eagerly(request.param == "eagerly")
-    yield request.param
-    distrib.config.run_functions_eagerly(False)
-
-
 def state_of(strategy):
     with strategy.scope():
         return distrib.TrainState.create(apply_fn=None, params={"w": 0.0}, tx=optax.sgd(0.1))

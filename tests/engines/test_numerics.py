@@ -26,11 +26,7 @@ def checked():
     config.disable_check_numerics()
 
 
-@pytest.fixture(params=["compiled", "threads"], autouse=True)
-def engine(request):
-    config.run_functions_eagerly(request.param == "threads")
-    yield request.param
-    config.run_functions_eagerly(False)
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 def central():

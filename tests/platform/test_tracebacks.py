@@ -21,13 +21,6 @@ from tests.support.strategies import mirrored
 SUM = distrib.VariableAggregation.SUM
 
 
-@pytest.fixture(params=["compiled", "threads"])
-def engine(request):
-    config.run_functions_eagerly(request.param == "threads")
-    yield request.param
-    config.run_functions_eagerly(False)
-
-
 def code_lines(error):
     """Return the user's lines that a traceback shows; every frame must be of this file."""
     frames = traceback.extract_tb(error.__traceback__)

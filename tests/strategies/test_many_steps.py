@@ -15,13 +15,6 @@ SUM = distrib.VariableAggregation.SUM
 DATA = np.random.default_rng(0).normal(size=(22, 3)).astype(np.float32)
 
 
-@pytest.fixture(params=["compiled", "eagerly"])
-def engine(request):
-    distrib.config.run_functions_eagerly(request.param == "eagerly")
-    yield request.param
-    distrib.config.run_functions_eagerly(False)
-
-
 def trained(strategy, run_epoch):
     """Train for two epochs of 4, 4, 4, 4, 4, 2 examples and return losses and state."""
     with strategy.scope():

@@ -19,13 +19,6 @@ X = RNG.normal(size=(10, 3)).astype(np.float32)
 Y = RNG.normal(size=10).astype(np.float32)
 
 
-@pytest.fixture(params=[False, True], ids=["compiled", "threads"])
-def engine(request):
-    distrib.config.run_functions_eagerly(request.param)
-    yield request.param
-    distrib.config.run_functions_eagerly(False)
-
-
 def params():
     return {"w": jnp.ones(3), "b": jnp.zeros(())}
 

@@ -8,12 +8,7 @@ import pytest
 import distrib
 from tests.support.strategies import on_every_strategy, on_two_replicas
 
-
-@pytest.fixture(params=[False, True], ids=["compiled", "threads"], autouse=True)
-def engine(request):
-    distrib.config.run_functions_eagerly(request.param)
-    yield
-    distrib.config.run_functions_eagerly(False)
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 def create(strategy, tx, w):

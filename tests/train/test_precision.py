@@ -18,13 +18,6 @@ from tests.support.strategies import mirrored, on_every_strategy
 BF16 = jnp.bfloat16
 
 
-@pytest.fixture(params=[False, True], ids=["compiled", "threads"])
-def engine(request):
-    distrib.config.run_functions_eagerly(request.param)
-    yield
-    distrib.config.run_functions_eagerly(False)
-
-
 def create(strategy, params, tx=None, **fields):
     with strategy.scope():
         return distrib.TrainState.create(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
 
 from distrib.collectives.chunks import cut_into_chunks, joined
 from distrib.collectives.compressing import CompressingOps
 from distrib.collectives.compression import Compression, Uncompressed
 from distrib.collectives.one_sum import one_sum
+from distrib.platform import ensure_thread_pool, replica_mesh, resolve_devices, stack_parts
 from distrib.platform.mesh import REPLICA_AXIS
 
 
@@ -58,6 +62,16 @@ class RingAllReduce(CompressingOps):
         self, value: jax.Array, num_replicas: int, wire: Compression
     ) -> tuple[jax.Array, jax.Array]:
         """Send the messages of :func:`ring_steps`."""
+        total, errors, _ = self._sent(value, num_replicas, wire)
+        return total, errors
+
+    def _sent(
+        self, value: jax.Array, num_replicas: int, wire: Compression
+    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        """Return the sum, what was rounded off, and the chunk that this replica sent in each step.
+
+        There are 2 (n - 1) steps.
+        """
         n = num_replicas
         to_next = [(sender, (sender + 1) % n) for sender in range(n)]
         me = jax.lax.axis_index(REPLICA_AXIS)
@@ -66,11 +80,11 @@ class RingAllReduce(CompressingOps):
         # in a step belongs to the chunk of the next step, on every replica.
         downwards = (me - jnp.arange(n)) % n
         mine = chunks[downwards]
-        partial, errors = mine[0], []
+        partial, errors, messages = mine[0], [], []
         for step in range(n - 1):
-            sent = wire.encode(partial)
-            errors.append(partial - wire.decode(sent, partial))
-            arrived = jax.lax.ppermute(sent, REPLICA_AXIS, to_next)
+            messages.append(wire.encode(partial))
+            errors.append(partial - wire.decode(messages[-1], partial))
+            arrived = jax.lax.ppermute(messages[-1], REPLICA_AXIS, to_next)
             partial = mine[step + 1] + wire.decode(arrived, partial)
         travelling = [wire.encode(partial)]
         errors.append(partial - wire.decode(travelling[0], partial))
@@ -78,7 +92,58 @@ class RingAllReduce(CompressingOps):
             travelling.append(jax.lax.ppermute(travelling[-1], REPLICA_AXIS, to_next))
         # Totals have come in the order me + 1, me, me - 1, ...; errors are in that of ``mine``.
         totals = wire.decode(jnp.stack(travelling), chunks)[(downwards[0] + 1 - jnp.arange(n)) % n]
-        return joined(totals, value), joined(jnp.stack(errors)[downwards], value)
+        sent = [wire.decode(x, partial) for x in (*messages, *travelling[:-1])]
+        return joined(totals, value), joined(jnp.stack(errors)[downwards], value), sent
+
+    def record(self, components: Sequence[Any]) -> list[RecordedStep]:
+        """Run the ring once on arrays, and return what every message carried, for pictures.
+
+        Args:
+          components: an array for each replica, of equal shapes and dtypes: of floating numbers, if
+            the ring compresses. They are summed on that many devices of this process.
+
+        Returns:
+          A list in the order of :func:`ring_steps`.
+
+        Raises:
+          ValueError: if there are more arrays than devices, or their shapes or dtypes differ.
+
+        >>> for sent in RingAllReduce().record([jnp.array([1, 2]), jnp.array([10, 20])]):
+        ...     print(sent.step.phase, sent.step.sender, "->", sent.step.receiver, sent.chunk)
+        scatter-reduce 0 -> 1 [1]
+        scatter-reduce 1 -> 0 [20]
+        all-gather 0 -> 1 [22]
+        all-gather 1 -> 0 [11]
+        """
+        arrays = [jnp.asarray(component) for component in components]
+        forms = {(array.shape, array.dtype) for array in arrays}
+        ensure_thread_pool()  # To look up devices starts JAX.
+        devices = resolve_devices(None)
+        if len(forms) > 1 or not 0 < len(arrays) <= len(devices):
+            raise ValueError(
+                f"record got {len(arrays)} arrays of the forms {sorted(map(str, forms))} for "
+                f"{len(devices)} devices: it needs one for each replica, of one shape and dtype, "
+                "and as many devices."
+            )
+        n = len(arrays)
+        mesh = replica_mesh(devices[:n])
+
+        def replica(rows: jax.Array) -> list[jax.Array]:
+            return [chunk[None] for chunk in self._sent(rows[0], n, self._compression)[2]]
+
+        mapped = jax.shard_map(
+            replica,
+            mesh=mesh,
+            in_specs=PartitionSpec(REPLICA_AXIS),
+            out_specs=PartitionSpec(REPLICA_AXIS),
+            check_vma=False,
+        )
+        chunks = jax.jit(mapped)(stack_parts(arrays, arrays[0].dtype, mesh)) if n > 1 else []
+        by_step = [np.asarray(rows) for rows in chunks]
+        return [
+            RecordedStep(step, by_step[position // n][step.sender])
+            for position, step in enumerate(ring_steps(n))
+        ]
 
 
 class RingStep(NamedTuple):
@@ -98,6 +163,18 @@ class RingStep(NamedTuple):
     sender: int
     receiver: int
     chunk: int
+
+
+class RecordedStep(NamedTuple):
+    """One message that was sent.
+
+    Attributes:
+      step: who sent it to whom, and which chunk it was.
+      chunk: the elements that it carried, ``[ceil(size / n)]``, filled up with zeros.
+    """
+
+    step: RingStep
+    chunk: np.ndarray
 
 
 def ring_steps(num_replicas: int) -> list[RingStep]:

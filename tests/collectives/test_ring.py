@@ -1,5 +1,6 @@
 """The steps of the ring."""
 
+import numpy as np
 import pytest
 
 import distrib
@@ -40,3 +41,32 @@ def test_in_each_step_every_replica_sends_one_chunk_to_its_neighbour(count):
 def test_without_replicas_there_is_no_ring():
     with pytest.raises(ValueError, match="num_replicas is 0"):
         ring_steps(0)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_what_was_recorded_is_what_the_plan_sends(count):
+    """Playing the recorded messages gives every replica the sum, chunk by chunk."""
+    rows = np.random.default_rng(0).integers(0, 100, size=(count, 7)).astype(np.float32)
+    size = -(-7 // count)
+    held = np.pad(rows, [(0, 0), (0, size * count - 7)]).reshape(count, count, size)
+    for step, chunk in distrib.RingAllReduce().record(list(rows)):
+        np.testing.assert_array_equal(chunk, held[step.sender, step.chunk])
+        add = held[step.receiver, step.chunk] if step.phase == "scatter-reduce" else 0
+        # Messages of one step cross: no chunk that is still to be sent in it has changed.
+        held[step.receiver, step.chunk] = chunk + add
+    for replica in range(count):
+        np.testing.assert_array_equal(held[replica].reshape(-1)[:7], rows.sum(0))
+
+
+def test_a_compressed_ring_records_what_was_rounded():
+    (first, *_) = distrib.RingAllReduce(compression="bfloat16").record(
+        [np.float32([1.001, 2.0]), np.float32([1.0, 2.0])]
+    )
+    assert first.chunk.tolist() == [1.0]
+
+
+def test_what_cannot_be_recorded():
+    with pytest.raises(ValueError, match="record got 2 arrays of the forms"):
+        distrib.RingAllReduce().record([np.ones(2), np.ones(3)])
+    with pytest.raises(ValueError, match="record got 0 arrays"):
+        distrib.RingAllReduce().record([])

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from distrib.engines.contribution import Contribution
 from distrib.engines.numerics import Numerics
-from distrib.engines.weights import ExampleWeights, part_of_sum
+from distrib.engines.weights import ExampleWeights
 from distrib.reduce_op import ReduceOp
 from distrib.values import IndexedSlices, map_apart
 from distrib.variables import Variable
@@ -54,9 +55,7 @@ class EagerCombining:
         numerics: Numerics | None,
     ):
         self._thread = thread
-        self._size = num_replicas
-        self._weights = weights
-        self._numerics = numerics
+        self._mine = Contribution(num_replicas, weights, numerics)
 
     def combine(
         self,
@@ -67,14 +66,9 @@ class EagerCombining:
         in_parts: bool = False,
     ) -> Any:
         """Combine a tree: SUM, or MEAN weighted by the examples of each replica."""
-        op = ReduceOp.parse(aggregation)
-        if self._numerics is not None:
-            self._numerics.combined(f"what is combined ({op.name})", value, names)
-        if self._size == 1:
+        op, value = self._mine.weighted(ReduceOp.parse(aggregation), value, names)
+        if self._mine.num_replicas == 1:
             return value
-        if self._weights is not None:
-            value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
-            op = ReduceOp.SUM
         return map_apart(
             value,
             lambda arrays: self._combine_arrays(op, arrays, aggregation),
@@ -100,12 +94,7 @@ class EagerCombining:
         Returns:
           The combined arrays, and what this step has rounded off on this replica.
         """
-        if self._numerics is not None:
-            self._numerics.combined(f"what is combined ({aggregation})", value, names)
-        op = ReduceOp.parse(aggregation)
-        if self._weights is not None:
-            value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
-            op = ReduceOp.SUM
+        op, value = self._mine.weighted(ReduceOp.parse(aggregation), value, names)
         shown = f"the combination ({aggregation}) of gradients with error feedback"
         return self._thread.ask(("feedback", op, len(value)), shown, (list(value), list(residuals)))
 
@@ -117,12 +106,7 @@ class EagerCombining:
         due: Any,
     ) -> list[Any]:
         """Add gradients to this replica's ``variables``; where ``due``, sum and clear these."""
-        if self._numerics is not None:
-            self._numerics.combined("what is accumulated", value)
-        parts = part_of_sum(value, aggregation, self._weights, self._size)
-        sums = [
-            v.fitted(self._thread.own_value(v) + x) for v, x in zip(variables, parts, strict=True)
-        ]
+        sums = self._mine.accumulated(variables, self._thread.own_value, value, aggregation)
         zeros = [jnp.zeros_like(x) for x in sums]
         totals, left = zeros, sums
         if due:
@@ -138,9 +122,9 @@ class EagerCombining:
 
     def global_examples(self, local: int) -> int:
         """Return the examples of all replicas, of which this one has ``local``."""
-        return local * self._size if self._weights is None else self._weights.total
+        return self._mine.global_examples(local)
 
     @property
     def share_of_mean(self) -> float:
         """What a mean over the replicas multiplies this one's value by, weighted by examples."""
-        return 1 / self._size if self._weights is None else self._weights.share
+        return self._mine.share_of_mean

@@ -17,6 +17,7 @@ from distrib.collectives import (
     reduce_scatter,
     scattering_ops,
 )
+from distrib.engines.contribution import Contribution
 from distrib.engines.numerics import Numerics
 from distrib.engines.weights import ExampleWeights, part_of_sum
 from distrib.platform import shards_of
@@ -67,8 +68,7 @@ class TracedCombining:
         self._program = program
         self._size = num_replicas
         self._ops = ops
-        self._weights = weights
-        self._numerics = numerics
+        self._mine = Contribution(num_replicas, weights, numerics)
         self.accumulators: dict[int, Variable] = {}
         self._combined_by: ReduceOp | None = None
         self._counts_examples = False
@@ -76,12 +76,12 @@ class TracedCombining:
     def global_examples(self, local: int) -> int:
         """Return the examples of all replicas, of which this one has ``local``."""
         self._counts_examples = True
-        return local * self._size if self._weights is None else self._weights.total
+        return self._mine.global_examples(local)
 
     @property
     def share_of_mean(self) -> float:
         """What a mean over the replicas multiplies this one's value by, weighted by examples."""
-        return 1 / self._size if self._weights is None else self._weights.share
+        return self._mine.share_of_mean
 
     def combine(
         self,
@@ -96,7 +96,7 @@ class TracedCombining:
         Each replica gets a part of every array ``in_parts``, where there is something to split.
         """
         op = self._combined_by = ReduceOp.parse(aggregation)
-        ops = scattering_ops(self._ops) if in_parts and self._weights is None else None
+        ops = scattering_ops(self._ops) if in_parts and self._mine.weights is None else None
         if ops is not None:
             return self._scattered(op, value, ops, names)
         return self._weighted(op, value, names)
@@ -113,19 +113,14 @@ class TracedCombining:
         Returns:
           The combined gradients, and what this step has rounded off on this replica.
         """
-        if self._numerics is not None:
-            self._numerics.combined(f"what is combined ({aggregation})", value, names)
-        op = self._combined_by = ReduceOp.parse(aggregation)
-        if self._weights is not None:
-            value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
-            op = ReduceOp.SUM
+        self._combined_by = ReduceOp.parse(aggregation)
+        op, value = self._mine.weighted(self._combined_by, value, names)
         return all_reduce_with_feedback(
             op, value, residuals, num_replicas=self._size, ops=self._ops
         )
 
     def _scattered(self, op: ReduceOp, value: Any, ops: ScatteringOps, names: Sequence[str]) -> Any:
-        if self._numerics is not None:
-            self._numerics.combined(f"what is combined ({op.name})", value, names)
+        self._mine.checked(f"what is combined ({op.name})", value, names)
         leaves = check_numbers(value, f"all_reduce({op.name})")
         shards = [
             shards_of(leaf.shape, self._size) if jnp.issubdtype(leaf.dtype, jnp.inexact) else None
@@ -150,17 +145,12 @@ class TracedCombining:
         """Add gradients to this replica's ``variables``; where ``due``, sum and clear these."""
         if aggregation is not None:
             self._combined_by = ReduceOp.parse(aggregation)
-        if self._numerics is not None:
-            self._numerics.combined("what is accumulated", value)
-        parts = part_of_sum(value, aggregation, self._weights, self._size)
-        sums = [
-            v.fitted(self._program.own_value(v) + x) for v, x in zip(variables, parts, strict=True)
-        ]
+        sums = self._mine.accumulated(variables, self._program.own_value, value, aggregation)
 
         def total() -> list[Any]:
             return all_reduce(ReduceOp.SUM, sums, num_replicas=self._size, ops=self._ops)
 
-        if self._weights is None:
+        if self._mine.weights is None:
             totals = jax.lax.cond(due, total, lambda: [jnp.zeros_like(x) for x in sums])
         else:  # Programs for different shapes are brought together at their collectives.
             totals = total()
@@ -174,14 +164,8 @@ class TracedCombining:
         return self._weighted(ReduceOp.MEAN, value, names)
 
     def _weighted(self, op: ReduceOp, value: Any, names: Sequence[str]) -> Any:
-        if self._numerics is not None:
-            self._numerics.combined(f"what is combined ({op.name})", value, names)
-        if self._size == 1:
-            return value
-        if self._weights is not None:
-            value = self._weights.applied(value, mean=op is ReduceOp.MEAN)
-            op = ReduceOp.SUM
-        return self._added(op, value)
+        op, value = self._mine.weighted(op, value, names)
+        return value if self._size == 1 else self._added(op, value)
 
     def _added(self, op: ReduceOp, value: Any) -> Any:
         return map_apart(

@@ -24,6 +24,7 @@ from distrib.engines.numerics import require_finite
 from distrib.engines.placement import UpdatePlacement
 from distrib.engines.signature import Kind
 from distrib.engines.varying import calls_back
+from distrib.errors import NonFiniteError
 from distrib.platform.jax_compat import jaxpr_function, uncommitted
 from distrib.platform.mesh import replicated, split, stack_parts
 from distrib.values import Layout, Mirrored, PerReplica, local_shards
@@ -159,8 +160,14 @@ class Step:
     def _check(self, counts: np.ndarray) -> None:
         """Raise for the first of the steps whose values, ``[replica, step, check, 3]``, are bad."""
         by_replica = counts.reshape(self._mesh.devices.size, -1, len(self._checks), 3)
-        for step in range(by_replica.shape[1]):
-            require_finite([(self._checks, rows[step]) for rows in by_replica])
+        steps = by_replica.shape[1]
+        for step in range(steps):
+            try:
+                require_finite([(self._checks, rows[step]) for rows in by_replica])
+            except NonFiniteError as error:
+                if steps > 1:
+                    error.add_note(f"distrib: step {step + 1} of {steps}, which are one program.")
+                raise
 
     def _store(self, common: list, new: list) -> None:
         for cell, array in zip(self._written, new, strict=True):

@@ -20,6 +20,7 @@ from distrib.engines.function import python_function
 from distrib.engines.lift import Call, lift
 from distrib.engines.many_steps import (
     Stretch,
+    after_steps,
     check_joinable,
     joined,
     scanned,
@@ -35,7 +36,7 @@ from distrib.engines.spmd import Step, entering_leaf, even_body, even_finish, ev
 from distrib.engines.uncompiled import Runs, Uncompiled
 from distrib.errors import UnevenReplicasError
 from distrib.platform import compilation_settings, leaves_with_paths
-from distrib.variables import live_variables
+from distrib.variables import Variable, live_variables
 
 
 class SpmdEngine:
@@ -113,12 +114,19 @@ class SpmdEngine:
         fn = unjitted(fn)
         arguments = [Arguments(*call) for call in calls]
         parts = stretches(arguments, together=not self._updates_apart())
-        steps = [self._step(fn, part.first, options, True, part) for part in parts]
-        check_joinable([step.output_shapes for step in steps if step.output_shapes is not None])
-        results = []
+        steps: list[Step | Uncompiled] = []
+        created: list[Variable] = []
+        with kept_if_finished(created):
+            for part in parts:
+                steps.append(self._step(fn, part.first, options, True, part))
+                created += steps[-1].created
+            check_joinable([step.output_shapes for step in steps if step.output_shapes is not None])
+        results, done = [], 0
         for part, step in zip(parts, steps, strict=True):
-            result = self._called(step, fn, part.first, part.arrays, in_replica=True)
+            with after_steps(done):
+                result = self._called(step, fn, part.first, part.arrays, in_replica=True)
             results.append(result if part.count > 1 else with_step_axis(result))
+            done += part.count
         return joined(results)
 
     def _updates_apart(self) -> bool:

@@ -7,9 +7,10 @@ variables go from step to step without leaving it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,6 +161,17 @@ def check_joinable(shapes: Sequence[Sequence[tuple[int, ...] | None]]) -> None:
                 "No step was run. Return sums or means, or leave the short batch out with "
                 "drop_remainder=True."
             )
+
+
+@contextlib.contextmanager
+def after_steps(count: int) -> Iterator[None]:
+    """Say with an error in the ``with`` block that ``count`` steps of its call stand."""
+    try:
+        yield
+    except Exception as error:
+        if count:
+            error.add_note(f"distrib: steps of this call that were run before, and stand: {count}.")
+        raise
 
 
 def with_step_axis(tree: Any) -> Any:

@@ -56,6 +56,12 @@ class RunOptions:
                 f"experimental_xla_options is {options!r}, and must be a dict of XLA's options by "
                 'name, such as {"xla_cpu_enable_fast_min_max": True}, or None.'
             )
+        for name, value in (options or {}).items():
+            if not isinstance(name, str) or not isinstance(value, bool | int | float | str):
+                raise ValueError(
+                    f"experimental_xla_options has the option {name!r} with the value {value!r}: a "
+                    "name is text, and a value a bool, a number or text."
+                )
         steps = self.steps_per_call
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps_per_call is {steps!r}, and must be an int of at least 1.")

@@ -23,7 +23,7 @@ from distrib.config import check_numerics_enabled
 from distrib.context import Frame, ReplicaContext, entered
 from distrib.engines.calls import check_components, check_outside_trace, unjitted
 from distrib.engines.interrupts import InterruptsDeferred
-from distrib.engines.many_steps import joined, with_step_axis
+from distrib.engines.many_steps import after_steps, joined, with_step_axis
 from distrib.engines.nnx_objects import (
     NnxState,
     changed,
@@ -84,7 +84,11 @@ class ThreadsEngine:
         Raises:
           OutputError: if the steps return trees of different structure.
         """
-        return joined([with_step_axis(self.run(fn, *call, options)) for call in calls])
+        results = []
+        for call in calls:
+            with after_steps(len(results)):
+                results.append(with_step_axis(self.run(fn, *call, options)))
+        return joined(results)
 
     def run(
         self,

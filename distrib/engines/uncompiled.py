@@ -33,6 +33,7 @@ class Uncompiled:
     """
 
     output_shapes = None
+    created = ()
 
     def __init__(self, refusal: UnevenReplicasError, fn: Callable[..., Any]):
         self.refusal = refusal

@@ -52,11 +52,12 @@ def run_with_options(
             "one program. Leave the options out, or call run outside of the function."
         )
     count = options.steps_per_call
-    calls = [(args, kwargs)] if count == 1 else drawn_calls(args, kwargs, count)
+    alone = count == 1 and not _iterators(_leaves((args, kwargs)))
+    calls = [(args, kwargs)] if alone else drawn_calls(args, kwargs, count)
     if options.explain:
         first_args, first_kwargs = calls[0]
         print(explain(fn, first_args, first_kwargs))
-    if count == 1:
+    if alone:
         return engine.run(fn, args, kwargs, options)
     return engine.run_steps(fn, calls, options)
 
@@ -83,7 +84,7 @@ def drawn_calls(args: Sequence[Any], kwargs: dict[str, Any], count: int) -> list
                 f"Several steps in one call were given {leaf!r}, and each call would begin it "
                 "anew: make an iterator once, iterator = iter(dataset), and give that."
             )
-    iterators = [leaf for leaf in leaves if isinstance(leaf, DistributedIterator)]
+    iterators = _iterators(leaves)
     if not iterators:
         return [(args, kwargs)] * count
     first = dict.fromkeys(iterators)  # Each once, in order.
@@ -102,6 +103,14 @@ def drawn_calls(args: Sequence[Any], kwargs: dict[str, Any], count: int) -> list
             "with iter(dataset)."
         )
     return calls
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=_is_input)
+
+
+def _iterators(leaves: Sequence[Any]) -> list[DistributedIterator]:
+    return [leaf for leaf in leaves if isinstance(leaf, DistributedIterator)]
 
 
 def _is_input(leaf: Any) -> bool:

@@ -25,6 +25,9 @@ from distrib.variables import (
 Optimize = Callable[[list[Any], Any], Sequence[Any]]
 """From the old values of variables, the last being the step, and gradients to the new values."""
 
+ACCUMULATED = ("gradient_accumulator", "micro_step")
+"""The fields of a train state that hold an accumulation."""
+
 
 def checked_steps(steps: Any) -> int:
     """Return ``steps``, a positive number of steps.

@@ -20,6 +20,7 @@ from distrib.train.accumulation import Accumulation, accumulator_trees, checked_
 from distrib.train.error_feedback import RESIDUALS, combine, residuals_for
 from distrib.train.fields import is_tree_of_arrays, taken_defaults
 from distrib.train.precision import as_stored, checked_compute_dtype, rounded
+from distrib.train.serialization import restore, saved
 from distrib.values import is_slices
 from distrib.variables import HoldsVariables, Variable, VariableAggregation, VariableTree
 
@@ -380,19 +381,12 @@ def _optimized(
 
 
 def _to_state_dict(state: TrainState) -> dict[str, Any]:
-    trees = {name: tree.build_data() for name, tree in state._trees.items()}  # noqa: SLF001 - same module
-    return {"step": state.step, **flax.serialization.to_state_dict(trees)}
+    return {"step": state.step, **saved(state._trees)}  # noqa: SLF001 - same module
 
 
 def _from_state_dict(state: TrainState, fields: dict[str, Any]) -> TrainState:
-    for name, tree in state._trees.items():  # noqa: SLF001 - same module
-        if name == RESIDUALS and name not in fields:  # Saved by a run that did not compress.
-            tree.assign(jax.tree.map(jnp.zeros_like, tree.value()))
-            continue
-        restored = flax.serialization.from_state_dict(tree.build_data(), fields[name], name)
-        for variable, leaf in zip(tree.variables, jax.tree.leaves(restored), strict=True):
-            variable.assign(leaf)
-    return state.replace(step=fields["step"])
+    restore(state._trees, state._step, fields)  # noqa: SLF001 - same module
+    return state
 
 
 # Flax's own functions save and restore a state: to_bytes, msgpack_restore, from_state_dict.

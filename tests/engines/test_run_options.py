@@ -19,6 +19,8 @@ from tests.support.strategies import central, mirrored
         ({"experimental_enable_dynamic_batch_size": None}, "must be True or False"),
         ({"experimental_bucketizing_dynamic_shape": True}, "compiled for each shape"),
         ({"experimental_xla_options": "fast"}, "must be a dict of XLA's options"),
+        ({"experimental_xla_options": {"a": [1]}}, r"option 'a' with the value \[1\]: a name is"),
+        ({"experimental_xla_options": {1: True}}, "option 1 with the value True"),
     ],
 )
 def test_bad_values_are_refused(fields, message):

@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import distrib
-from distrib.errors import OutOfRangeError, OutputError
-from tests.support.strategies import central, mirrored, on_every_strategy
+from distrib.errors import NonFiniteError, OutOfRangeError, OutputError, VariableError
+from tests.support.strategies import central, mirrored, on_every_strategy, on_two_replicas
 
 SUM = distrib.VariableAggregation.SUM
 DATA = np.random.default_rng(0).normal(size=(22, 3)).astype(np.float32)
@@ -100,6 +100,24 @@ def test_the_end_of_the_data():
         distrib.train_loop(lambda x: x, iter(dataset), 0)
 
 
+@on_every_strategy
+def test_a_single_step_of_an_iterator(make_strategy, engine):
+    strategy = make_strategy()
+    dataset = strategy.experimental_distribute_dataset(np.arange(8.0), batch_size=4)
+    iterator = iter(dataset)
+    total = lambda x: distrib.get_replica_context().all_reduce("SUM", x.sum())  # noqa: E731
+    one = distrib.RunOptions(steps_per_call=1)
+    results = [
+        distrib.train_loop(total, iterator, 1),
+        strategy.run(total, args=(iterator,), options=one),
+    ]
+    for result, expected in zip(results, [[6], [22]], strict=True):
+        for part in strategy.experimental_local_results(result):
+            assert part.tolist() == expected
+    with pytest.raises(OutOfRangeError, match="is at its end"):
+        distrib.train_loop(total, iterator, 1)
+
+
 def test_outputs_that_cannot_be_joined_are_refused_before_any_step():
     for strategy in (mirrored(2), central(2), distrib.OneDeviceStrategy("CPU:0")):
         with strategy.scope():
@@ -113,6 +131,56 @@ def test_outputs_that_cannot_be_joined_are_refused_before_any_step():
         with pytest.raises(OutputError, match="cannot be joined. No step was run"):
             distrib.train_loop(step, iter(dataset), 3)
         assert float(v) == 0
+
+
+def test_variables_of_steps_that_are_not_run_are_abandoned():
+    strategy = central(2)
+    made = []
+
+    def step(x):
+        if not made:
+            made.append(distrib.Variable(1.0, name="made"))
+        return x
+
+    dataset = strategy.experimental_distribute_dataset(np.arange(5.0), batch_size=2)
+    with pytest.raises(OutputError, match="No step was run"):
+        distrib.train_loop(step, iter(dataset), 3)
+    with pytest.raises(VariableError, match="'made' was created inside strategy.run by a step tha"):
+        made[0].value()
+
+
+@on_two_replicas
+def test_an_error_says_which_steps_stand(make_strategy, engine):
+    strategy = make_strategy()
+    with strategy.scope():
+        v = distrib.Variable(0.0, aggregation=SUM)
+
+    def step(x):
+        v.assign_add(x.sum())
+
+    def losses(*batches):
+        data = [np.float32(batch) for batch in batches]
+        dataset = strategy.experimental_distribute_dataset(data)
+        with pytest.raises(NonFiniteError, match="no variable was changed") as caught:
+            distrib.train_loop(step, iter(dataset), 4)
+        return " ".join(getattr(caught.value, "__notes__", []))
+
+    one_program = engine == "compiled" and isinstance(strategy, distrib.MirroredStrategy)
+    distrib.config.enable_check_numerics()
+    try:
+        notes = losses([1, 2], [3, 4], [5, np.nan])
+        if one_program:
+            assert "step 3 of 3, which are one program" in notes
+            assert "stand" not in notes
+        else:
+            assert "that were run before, and stand: 2" in notes
+        assert float(v) == (0 if one_program else 10)
+        v.assign(0.0)
+        # The last, of another shape, is a program of its own.
+        assert "that were run before, and stand: 2" in losses([1, 2], [3, 4], [np.nan])
+        assert float(v) == 10
+    finally:
+        distrib.config.disable_check_numerics()
 
 
 def test_arguments_that_stay_and_nnx_objects(engine):

@@ -52,6 +52,17 @@ def test_booleans_that_differ(strategy):
         strategy.extended.assert_mirrored(v)
 
 
+def test_what_replicas_keep_for_themselves_in_a_state_is_passed_over(strategy):
+    with strategy.scope():
+        state = distrib.TrainState.create(
+            apply_fn=None, params={"w": 1.0}, tx=optax.sgd(0.1), gradient_accumulation_steps=2
+        )
+    strategy.run(lambda: state.apply_gradients(grads={"w": jnp.float32(rid())}))
+    strategy.extended.assert_mirrored(state)
+    with pytest.raises(NotMirroredError, match="ON_READ"):
+        strategy.extended.assert_mirrored(state.distributed_variables())
+
+
 def test_on_read_copies_need_not_agree(strategy):
     v = variable(
         strategy,

@@ -253,3 +253,17 @@ def test_one_step_is_an_update_each_time():
     assert_close(state.params, on_one_device(optax.adam(0.1), 4)[0])
     assert state.gradient_accumulation_steps == 1
     assert create(strategy, optax.adam(0.1)).gradient_accumulation_steps is None
+
+
+def test_a_run_without_accumulation_goes_on_with_one_and_the_other_way_round():
+    plain = create(mirrored(2), optax.adam(0.1))
+    plain.apply_gradients(grads={"w": jnp.ones(3), "b": jnp.ones(())})
+    several = create(mirrored(3), optax.adam(0.1), gradient_accumulation_steps=2)
+    several.apply_gradients(grads={"w": jnp.ones(3), "b": jnp.ones(())})
+    assert int(several.micro_step) == 1
+    flax.serialization.from_bytes(several, flax.serialization.to_bytes(plain))
+    assert int(several.micro_step) == 0
+    assert float(several.gradient_accumulator["w"].sum()) == 0
+    np.testing.assert_array_equal(several.params["w"], plain.params["w"])
+    flax.serialization.from_bytes(plain, flax.serialization.to_bytes(several))
+    assert int(plain.step) == 1

@@ -467,6 +467,27 @@ def test_restoring_a_state_of_another_structure_names_what_is_missing():
         flax.serialization.from_bytes(state, saved)
 
 
+def test_restoring_other_fields_or_shapes_changes_nothing():
+    statistics = {"batch_stats": {"mean": jnp.ones(3)}}
+    plain = flax.serialization.to_bytes(create(mirrored(2)))
+    with_statistics = flax.serialization.to_bytes(
+        create(mirrored(2), optax.adam(0.1), **statistics)
+    )
+    state = create(mirrored(2), optax.adam(0.1))
+    with pytest.raises(ValueError, match="Missing: none; unknown: batch_stats. Create the state"):
+        flax.serialization.from_bytes(state, with_statistics)
+    with pytest.raises(ValueError, match="Missing: batch_stats; unknown: none"):
+        flax.serialization.from_bytes(create(mirrored(2), **statistics), plain)
+    state.apply_gradients(grads=gradients(1.0))
+    before = flat(state.params)
+    fields = flax.serialization.to_state_dict(create(mirrored(2), optax.adam(0.1)))
+    fields["opt_state"] = jax.tree.map(lambda x: np.zeros((7, *np.shape(x))), fields["opt_state"])
+    with pytest.raises(errors.VariableError, match="Shape mismatch"):
+        flax.serialization.from_state_dict(state, fields)
+    np.testing.assert_array_equal(flat(state.params), before)
+    assert int(state.step) == 1
+
+
 # Subclasses, as they are written with Flax.
 
 

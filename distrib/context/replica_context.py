@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import jax
+
+from distrib.errors import UnsupportedError
 from distrib.reduce_op import ReduceOp
+from distrib.values import is_slices
 
 
 class ReplicaMeeting(Protocol):
@@ -113,10 +117,16 @@ class ReplicaContext:
           A tree of arrays ``[..., num_replicas_in_sync * k, ...]``.
 
         Raises:
+          NotImplementedError: for an :class:`distrib.IndexedSlices`.
           TypeError: if a leaf is not an array.
           ValueError: if a leaf is a scalar or has no such axis, or the options ask for a
             compression, the ring, or, in a compiled step, a timeout.
         """
+        if any(map(is_slices, jax.tree.leaves(value, is_leaf=is_slices))):
+            raise UnsupportedError(
+                "all_gather does not support IndexedSlices, whose parts are no rows of one array. "
+                "Gather x.to_dense(), or x.values and x.indices, or use all_reduce."
+            )
         return self._meeting.all_gather(value, axis, options)
 
     def merge_call(

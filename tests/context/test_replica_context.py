@@ -96,6 +96,16 @@ def test_all_gather_in_the_order_of_the_replicas(make_strategy, engine, axis):
     assert local(strategy, strategy.run(step)) == [expected] * 2
 
 
+@on_every_strategy
+@pytest.mark.parametrize(("shape", "axis"), [((0, 2), 0), ((2, 0), -1), ((2, 0), 0)])
+def test_all_gather_of_nothing(make_strategy, engine, shape, axis):
+    strategy = make_strategy()
+    result = strategy.run(lambda: context().all_gather(jnp.ones(shape), axis))
+    expected = np.concatenate([np.ones(shape)] * strategy.num_replicas_in_sync, axis)
+    for part in strategy.experimental_local_results(result):
+        assert part.shape == expected.shape
+
+
 @on_two_replicas
 @pytest.mark.parametrize(("shape", "axis"), [((), 0), ((2,), 1), ((2,), -2)])
 def test_all_gather_along_an_axis_that_is_not_there(make_strategy, engine, shape, axis):

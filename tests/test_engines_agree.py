@@ -86,6 +86,32 @@ def of_replicas(strategy, fn):
     )
 
 
+@on_each
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_a_replica_without_examples_adds_zero_to_what_is_combined(make, op):
+    def program(strategy):
+        with strategy.scope():
+            v = distrib.Variable(1.0, aggregation=Aggregation[op])
+        (batch,) = strategy.experimental_distribute_dataset(np.ones((1, 2), "f"), batch_size=1)
+
+        def step(x):
+            scale = jnp.mean(x)  # NaN where there are no examples
+
+            def loss(w):
+                return context().all_reduce(op, w * scale) ** 2
+
+            v.assign_add(scale)
+            return jax.value_and_grad(loss)(1.0), context().all_reduce(op, {"a": [scale]})
+
+        result = strategy.run(step, args=(batch,))
+        share = 1.0 if op == "SUM" else 1 / strategy.num_replicas_in_sync
+        np.testing.assert_allclose(np.stack(flat(strategy, result[1])), share, rtol=1e-6)
+        np.testing.assert_allclose(v.numpy(), 1.0 + share, rtol=1e-6)
+        return result, v
+
+    assert_agree(make, program)
+
+
 CHANGES = ("assign", "assign_add", "assign_sub")
 
 

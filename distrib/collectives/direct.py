@@ -11,10 +11,19 @@ from jax.sharding import Mesh
 
 from distrib.collectives.components import ComponentReducer
 from distrib.collectives.options import CommunicationOptions
+from distrib.collectives.rows import concatenated_rows, scaled_rows
 from distrib.errors import ContextError, DeviceError
 from distrib.platform import Device, local_devices, replica_mesh, resolve_device, uncommitted
 from distrib.reduce_op import ReduceOp
-from distrib.values import Layout, Mirrored, PerReplica, local_shards
+from distrib.values import (
+    IndexedSlices,
+    Layout,
+    Mirrored,
+    PerReplica,
+    is_distributed,
+    local_shards,
+    select_replica,
+)
 
 
 @runtime_checkable
@@ -31,19 +40,24 @@ def reduce_all(
     pairs: Sequence[tuple[Any, Any]],
     options: CommunicationOptions | None,
 ) -> list[Any]:
-    """Reduce values, those on the same devices together, and bring each to its destinations."""
+    """Reduce values, those on the same devices together, and bring each to its destinations.
+
+    Raises:
+      TypeError: for a tree of distributed values.
+      ContextError: for values of a compiled step.
+    """
     results: list[Any] = [None] * len(pairs)
     on_mesh: dict[Mesh, list[int]] = {}
     for i, (value, destinations) in enumerate(pairs):
-        if not isinstance(value, _HasCopies) or isinstance(value, dict):
+        _refuse_traced(value.values if isinstance(value, IndexedSlices) else value)
+        slices = _slices_of(value)
+        if slices is not None:
+            rows = concatenated_rows([scaled_rows(op, part, len(slices)) for part in slices])
+            results[i] = jax.tree.map(lambda x: broadcast(x, destinations), rows)  # noqa: B023
+        elif not isinstance(value, _HasCopies) or isinstance(value, dict | IndexedSlices):
+            _refuse_tree(value)
             _devices_of(destinations)  # Raises for what is none, whatever the value.
             results[i] = value
-        elif isinstance(value, PerReplica) and value.layout is Layout.LOCAL:
-            raise ContextError(
-                "Cross-device ops were called directly inside a compiled step, where a per-replica "
-                "value has no components yet. Use strategy.reduce or strategy.extended.reduce_to, "
-                "which go through the strategy's cross_device_ops."
-            )
         else:
             mesh = _mesh_of(value.values, _devices_of(destinations))
             on_mesh.setdefault(mesh, []).append(i)
@@ -53,6 +67,32 @@ def reduce_all(
         for i, whole in zip(positions, wholes, strict=True):
             results[i] = _brought(whole, pairs[i][1])
     return results
+
+
+def _refuse_traced(value: Any) -> None:
+    if isinstance(value, PerReplica) and value.layout is Layout.LOCAL:
+        raise ContextError(
+            "Cross-device ops were called directly inside a compiled step, where a per-replica "
+            "value has no components yet. Use strategy.reduce or strategy.extended.reduce_to, "
+            "which go through the strategy's cross_device_ops."
+        )
+
+
+def _refuse_tree(value: Any) -> None:
+    if any(map(is_distributed, jax.tree.leaves(value, is_leaf=is_distributed))):
+        raise TypeError(
+            f"cross-device ops got a {type(value).__name__} of distributed values: reduce takes "
+            "one value. Give batch_reduce a pair for each of them, or use strategy.reduce."
+        )
+
+
+def _slices_of(value: Any) -> list[IndexedSlices] | None:
+    """Return the slices of each replica, of a value that has them."""
+    if isinstance(value, IndexedSlices) and is_distributed(value.values):
+        return [select_replica(value, i) for i in range(len(value.values.values))]
+    if is_distributed(value) and all(isinstance(part, IndexedSlices) for part in value.values):
+        return list(value.values)
+    return None
 
 
 def broadcast(tensor: Any, destinations: Any) -> Any:

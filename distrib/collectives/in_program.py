@@ -151,7 +151,11 @@ def all_gather(tree: Any, axis: int) -> Any:
                 f"all_gather along axis {axis} got an array of shape {array.shape}, which has no "
                 "such axis. Scalars can be gathered as x[None] along axis 0."
             )
-        gathered.append(jax.lax.all_gather(array, REPLICA_AXIS, axis=axis % array.ndim, tiled=True))
+        along = axis % array.ndim
+        if array.shape[along]:
+            array = jax.lax.all_gather(array, REPLICA_AXIS, axis=along, tiled=True)
+        # XLA refuses to gather nothing from each replica, which is nothing.
+        gathered.append(array)
     return jax.tree.unflatten(treedef, gathered)
 
 

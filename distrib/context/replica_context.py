@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import jax
+
+from distrib.context.stack import current_frame
+from distrib.errors import ContextError, UnsupportedError
 from distrib.reduce_op import ReduceOp
+from distrib.values import is_slices
 
 
 class ReplicaMeeting(Protocol):
@@ -95,9 +100,11 @@ class ReplicaContext:
           A tree of arrays of those shapes. ``MEAN`` of integers is floating point.
 
         Raises:
+          ContextError: outside of this replica's code, such as in a merge function.
           TypeError: if a leaf is not an array, a Python number for one.
           ValueError: if ``reduce_op`` is unknown, or the options have a timeout in a compiled step.
         """
+        self._require_current("all_reduce")
         return self._meeting.all_reduce(ReduceOp.parse(reduce_op), value, options)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
@@ -113,10 +120,18 @@ class ReplicaContext:
           A tree of arrays ``[..., num_replicas_in_sync * k, ...]``.
 
         Raises:
+          ContextError: as of :meth:`all_reduce`.
+          NotImplementedError: for an :class:`distrib.IndexedSlices`.
           TypeError: if a leaf is not an array.
           ValueError: if a leaf is a scalar or has no such axis, or the options ask for a
             compression, the ring, or, in a compiled step, a timeout.
         """
+        self._require_current("all_gather")
+        if any(map(is_slices, jax.tree.leaves(value, is_leaf=is_slices))):
+            raise UnsupportedError(
+                "all_gather does not support IndexedSlices, whose parts are no rows of one array. "
+                "Gather x.to_dense(), or x.values and x.indices, or use all_reduce."
+            )
         return self._meeting.all_gather(value, axis, options)
 
     def merge_call(
@@ -132,5 +147,16 @@ class ReplicaContext:
 
         Returns:
           What ``merge_fn`` returned; of per-replica values, this replica's component.
+
+        Raises:
+          ContextError: as of :meth:`all_reduce`.
         """
+        self._require_current("merge_call")
         return self._meeting.merge_call(merge_fn, tuple(args), dict(kwargs or {}))
+
+    def _require_current(self, what: str) -> None:
+        if current_frame().replica is not self:
+            raise ContextError(
+                f"{what} was called on the context of a replica outside of its code, in a merge "
+                "function or after its step: call distrib.get_replica_context() where you use it."
+            )

@@ -6,10 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from distrib.context.replica_context import ReplicaContext
+from typing import Any, Protocol
 
 
 class CanBeCurrent:
@@ -113,12 +110,12 @@ class Frame:
 
     Attributes:
       strategy: the strategy that is current.
-      replica: the context of the replica whose code runs; None in cross-replica context.
+      replica: the ``ReplicaContext`` of the replica whose code runs; None in cross-replica context.
       program: the program that is being built for a replica; None outside of ``run``.
     """
 
     strategy: Any
-    replica: ReplicaContext | None = None
+    replica: Any = None
     program: ReplicaProgram | None = None
 
 

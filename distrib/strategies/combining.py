@@ -160,19 +160,23 @@ class MeshCombiner:
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate one value over the replicas, in their order.
 
+        A value that is not distributed is returned as it is: there is one of it.
+
         Raises:
           AggregationError: if a component has no such axis.
           TypeError: for sparse values.
         """
         refuse_sparse(value)
-        if isinstance(value, Variable):
-            value = self._of_variable(value)
         if isinstance(value, PerReplica) and value.layout is Layout.LOCAL:
             return all_gather(value.local, axis)
+        if isinstance(value, Variable):
+            value = self._of_variable(value)
+            value = value if isinstance(value, PerReplica) else Mirrored([value])
         if isinstance(value, Mirrored):
-            value = value.values[0]
-        parts = value.values if isinstance(value, PerReplica) else [value] * self.num_replicas
-        return concatenated([self._brought(part) for part in parts], axis)
+            value = PerReplica([value.values[0]] * self.num_replicas)
+        if not isinstance(value, PerReplica):
+            return value if self.num_replicas > 1 else concatenated([value], axis)
+        return concatenated([self._brought(part) for part in value.values], axis)
 
 
 class SingleCombiner:

@@ -12,9 +12,12 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Raises:
       ContextError: inside a scope.
+      TypeError: if ``strategy`` is none.
     """
     if inside_scope():
         raise ContextError(
             "Must not be called inside a strategy's scope: leave the `with` block first."
         )
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise TypeError(f"experimental_set_strategy got {strategy!r}: pass a strategy, or None.")
     set_base(None if strategy is None else Frame(strategy))

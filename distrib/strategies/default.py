@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from distrib.context import Frame, ReplicaContext, default_frame, entered, set_default
+from distrib.context import (
+    Frame,
+    ReplicaContext,
+    default_frame,
+    entered,
+    require_same_strategy,
+    set_default,
+)
 from distrib.engines import NO_OPTIONS, RunOptions, joined, with_step_axis
 from distrib.reduce_op import ReduceOp
 from distrib.strategies.combining import SingleCombiner
@@ -85,7 +92,12 @@ class DefaultStrategy(Strategy):
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Do nothing."""
+        """Do nothing.
+
+        Raises:
+          ContextError: where another strategy is current.
+        """
+        require_same_strategy(self)
         yield self
 
 

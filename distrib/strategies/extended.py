@@ -161,8 +161,11 @@ class StrategyExtended:
         return device_string(next(iter(variable.values[0].devices())))
 
     def variable_created_in_scope(self, v: Variable) -> bool:
-        """Tell whether ``v`` was made in this strategy's scope."""
-        return v.distribute_strategy is self._strategy
+        """Tell whether ``v``, a variable or a copy of one, was made in this strategy's scope."""
+        owner = self.value_container(v)
+        if not isinstance(owner, Variable):
+            raise VariableError(f"{v!r} is neither a distrib.Variable nor a copy of one.")
+        return owner.distribute_strategy is self._strategy
 
     # What libraries ask.
 

@@ -61,6 +61,11 @@ class Strategy(CanBeCurrent):
         """How many replicas there are, over all workers."""
         return self._extended.combiner.num_replicas
 
+    @property
+    def cluster_resolver(self) -> None:
+        """None: a strategy of one process has no cluster to look up."""
+        return None
+
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
         """Make this strategy current for the length of a ``with`` block, and yield it.
@@ -157,7 +162,8 @@ class Strategy(CanBeCurrent):
         """Concatenate the components of ``value`` along ``axis``. Cross-replica context.
 
         Args:
-          value: a pytree of per-replica values ``[..., k, ...]``; ``k`` may differ by replica.
+          value: a pytree of per-replica values ``[..., k, ...]``; ``k`` may differ by replica. A
+            value that is not distributed is returned as it is.
           axis: the axis to concatenate, in replica order; negative counts from the end.
 
         Returns:

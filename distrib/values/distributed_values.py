@@ -182,6 +182,21 @@ class Mirrored(DistributedValues, ArrayOperators):
             self._values = tuple(uncommitted(shard.data) for shard in local_shards(self.whole))
         return self._values
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
+        return self.value().shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the value."""
+        return self.value().dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the value."""
+        return self.value().ndim
+
     def value(self) -> jax.Array:
         """Return the first replica's copy."""
         return jax.numpy.asarray(self.values[0])

@@ -325,7 +325,10 @@ def _share(total: jax.Array, parts: int) -> jax.Array:
 
 @functools.cache
 def _reducer(mesh: Mesh, mean: bool) -> Any:
-    return jax.jit(lambda x: x.mean(0) if mean else x.sum(0), out_shardings=replicated(mesh))
+    def reduced(x: jax.Array) -> jax.Array:
+        return x.mean(0) if mean else x.sum(0, dtype=x.dtype)
+
+    return jax.jit(reduced, out_shardings=replicated(mesh))
 
 
 class PlacedStorage:

@@ -191,11 +191,14 @@ class Variable(Changeable):
         Raises:
           VariableError: outside of a replica, for an ``ON_READ`` variable without aggregation.
           NestedTraceError: outside of a step, in a function that is traced for ``jax.jit``.
+          ContextError: in the scope of another strategy, for an ``ON_READ`` variable.
         """
         program = current_program()
         if program is not None:
             return program.read(self)
         check_not_jitted(f"Variable {self._name!r}")
+        if self.storage.per_replica:
+            self._strategy.extended.check_scope(self._name)
         return self.storage.read()
 
     def change(self, kind: str, value: Any) -> Any:

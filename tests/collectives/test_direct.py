@@ -9,6 +9,7 @@ import distrib
 from distrib import ReduceOp
 from distrib.errors import AggregationError, ContextError, DeviceError
 from distrib.experimental import CommunicationOptions
+from distrib.values import regroup
 from tests.support.algorithms import every_algorithm, mirrored
 
 RING = distrib.RingAllReduce()
@@ -75,6 +76,23 @@ def test_what_is_no_per_replica_value():
     assert float(same) == 5
 
 
+@pytest.mark.parametrize("of_parts", [False, True])
+@pytest.mark.parametrize(("op", "expected"), [("SUM", [3.0, 1.0]), ("MEAN", [1.5, 0.5])])
+def test_indexed_slices(of_parts, op, expected):
+    """As measured in tf.distribute: the rows of all, wherever they are to be."""
+    rows, indices = [jnp.array([1.0, 1.0]), jnp.array([2.0])], [jnp.array([0, 1]), jnp.array([0])]
+    parts = [distrib.IndexedSlices(r, i, (2,)) for r, i in zip(rows, indices, strict=True)]
+    x = regroup(parts) if of_parts else distrib.PerReplica(parts)
+    on_one = RING.reduce(ReduceOp[op], x, "CPU:1")
+    assert on_one.to_dense().tolist() == expected
+    assert [d.id for d in on_one.values.devices()] == [1]
+    on_two = RING.reduce(ReduceOp[op], x, distrib.PerReplica([0, 0]))
+    assert devices_of(on_two.values) == devices_of(on_two.indices) == [0, 1]
+    assert on_two.to_dense().tolist() == expected
+    same = distrib.IndexedSlices(rows[0], indices[0], (2,))
+    assert RING.reduce(ReduceOp[op], same, "CPU:0") is same
+
+
 def test_the_tensors_of_a_batch_are_packed():
     shapes = []
 
@@ -117,6 +135,9 @@ def test_what_is_refused():
         RING.reduce(ReduceOp.SUM, x, x, CommunicationOptions(implementation="NCCL"))
     with pytest.raises(ValueError, match="timeout_seconds is 1 in RingAllReduce.reduce"):
         RING.reduce(ReduceOp.SUM, x, x, CommunicationOptions(timeout_seconds=1.0))
+    for tree in ([x], {"a": (x, 1.0)}):
+        with pytest.raises(TypeError, match="of distributed values: reduce takes one value"):
+            RING.reduce(ReduceOp.SUM, tree, x)
     uneven = distrib.PerReplica([np.ones(2), np.ones(3)])
     with pytest.raises(AggregationError, match=r"bring float32\[2\], float32\[3\] to one"):
         RING.reduce(ReduceOp.SUM, uneven, uneven)

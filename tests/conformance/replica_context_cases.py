@@ -264,9 +264,9 @@ _COLUMNS = [[1.0, 2.0, 2.0], [1.0, 2.0, 2.0]]
         },
         "default": [4.0],
         "string": Raises(TypeError, "dtype <U1 at .*, which no device can hold"),
+        "slices": Raises(NotImplementedError, "all_gather does not support IndexedSlices"),
     },
     differs={"neg": "an axis counted from the end is that axis"},
-    omits={"slices": "IndexedSlices"},
     eager_only=dict.fromkeys(
         ("a0", "a1", "neg", "mism", "rank"), "a shape that depends on the replica's id"
     ),
@@ -294,6 +294,7 @@ def all_gather_shapes() -> Any:
         "nested": gathered({"a": jnp.ones([1]), "b": [jnp.ones([1]) * 2.0]}),
         "default": context().all_gather(jnp.array([4.0]), 0),
         "string": gathered(np.array(["a"])),
+        "slices": gathered({"a": distrib.IndexedSlices(jnp.ones([1]), jnp.array([0]), (2,))}),
     }
 
 

@@ -6,6 +6,7 @@ import pytest
 
 import distrib
 from distrib.context import ReplicaContext
+from distrib.errors import ContextError
 from tests.support.strategies import on_every_strategy, on_two_replicas
 
 
@@ -88,6 +89,16 @@ def test_all_gather_in_the_order_of_the_replicas(make_strategy, engine, axis):
     assert local(strategy, strategy.run(step)) == [expected] * 2
 
 
+@on_every_strategy
+@pytest.mark.parametrize(("shape", "axis"), [((0, 2), 0), ((2, 0), -1), ((2, 0), 0)])
+def test_all_gather_of_nothing(make_strategy, engine, shape, axis):
+    strategy = make_strategy()
+    result = strategy.run(lambda: context().all_gather(jnp.ones(shape), axis))
+    expected = np.concatenate([np.ones(shape)] * strategy.num_replicas_in_sync, axis)
+    for part in strategy.experimental_local_results(result):
+        assert part.shape == expected.shape
+
+
 @on_two_replicas
 @pytest.mark.parametrize(("shape", "axis"), [((), 0), ((2,), 1), ((2,), -2)])
 def test_all_gather_along_an_axis_that_is_not_there(make_strategy, engine, shape, axis):
@@ -118,6 +129,27 @@ def test_a_merge_function_is_called_once_with_per_replica_values(make_strategy, 
     assert local(strategy, mine) == [1, 2]
     assert len(calls) == 1
     assert calls[0][0] and calls[0][2]
+
+
+@on_every_strategy
+def test_it_is_of_the_code_of_its_replica(make_strategy, engine):
+    strategy, kept = make_strategy(), []
+
+    def step():
+        replica = context()
+        kept.append(replica)
+        return replica.merge_call(lambda _: replica.all_reduce("SUM", jnp.float32(1)))
+
+    with pytest.raises(ContextError, match="all_reduce was called on the context of a replica out"):
+        strategy.run(step)
+    for use in (
+        lambda: kept[0].all_reduce("SUM", jnp.float32(1)),
+        lambda: kept[0].all_gather(jnp.ones(1), 0),
+        lambda: kept[0].merge_call(lambda _: 1),
+    ):
+        with pytest.raises(ContextError, match="call distrib.get_replica_context.. where you use"):
+            use()
+    assert kept[0].num_replicas_in_sync == strategy.num_replicas_in_sync
 
 
 @on_two_replicas

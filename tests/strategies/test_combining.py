@@ -79,6 +79,14 @@ def test_reduce_in_a_merge_function_is_reduce_outside(axis):
             np.testing.assert_allclose(part, outside, rtol=1e-6)
 
 
+def test_gather_of_what_is_not_distributed_is_the_value():
+    for strategy in (mirrored(), mirrored(3), central()):
+        assert strategy.gather(jnp.array([1.0, 2.0]), axis=0).tolist() == [1.0, 2.0]
+        assert strategy.gather(5.0, axis=0) == 5.0
+        copies = distrib.Mirrored([jnp.array([1.0])] * strategy.num_replicas_in_sync)
+        assert strategy.gather(copies, axis=0).tolist() == [1.0] * len(copies.values)
+
+
 def test_gather_in_a_merge_function():
     strategy = mirrored()
 

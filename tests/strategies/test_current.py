@@ -52,6 +52,12 @@ def test_inside_of_a_scope_it_is_refused():
                 distrib.experimental_set_strategy(given)
 
 
+def test_what_is_no_strategy_is_refused():
+    with pytest.raises(TypeError, match="got 3: pass a strategy, or None"):
+        distrib.experimental_set_strategy(3)
+    assert not distrib.has_strategy()
+
+
 def test_inside_of_a_step_it_is_refused():
     with pytest.raises(ContextError, match="inside a strategy's scope"):
         mirrored(2).run(lambda: distrib.experimental_set_strategy(None))

@@ -66,6 +66,16 @@ def test_datasets():
     assert [batch.tolist() for batch in dataset] == [[0, 1], [2, 3], [4]]
 
 
+def test_its_scope_is_refused_in_that_of_another():
+    strategy, default = mirrored(), distrib.get_strategy()
+    with default.scope() as entered:
+        assert entered is default
+    with strategy.scope():
+        with pytest.raises(ContextError, match="Mixing different"):
+            with default.scope():
+                pass
+
+
 def test_it_compiles_nothing():
     with pytest.raises(TypeError, match="compiles nothing"):
         distrib.get_strategy().extended.compiled_text(lambda: 1)

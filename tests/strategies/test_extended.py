@@ -35,6 +35,9 @@ def test_variables_know_their_strategy_and_device(make_strategy):
         v = distrib.Variable(1.0)
     assert strategy.extended.variable_created_in_scope(v)
     assert not other.extended.variable_created_in_scope(v)
+    assert strategy.extended.variable_created_in_scope(v.values[-1])
+    with pytest.raises(VariableError, match="3.0 is neither a distrib.Variable nor a copy of one"):
+        strategy.extended.variable_created_in_scope(3.0)
     assert strategy.extended.device_of(v) == v.device == f"{TASK}0"
 
 

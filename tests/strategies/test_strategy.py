@@ -290,6 +290,11 @@ def test_colocation(make):
     assert w.device == v.device
 
 
+@on_each
+def test_there_is_no_cluster(make):
+    assert make().cluster_resolver is None
+
+
 def test_cross_replica_verbs_say_what_a_replica_calls_instead():
     strategy = mirrored()
     for verb, instead in (

@@ -71,6 +71,11 @@ def test_mirrored_from_copies():
     assert value.numpy().flags.owndata
 
 
+def test_mirrored_has_the_shape_of_an_array():
+    x = Mirrored([jnp.ones((2, 3), jnp.bfloat16)] * 2)
+    assert (x.shape, x.dtype, x.ndim) == ((2, 3), jnp.bfloat16, 2)
+
+
 def test_mirrored_from_a_whole(mesh):
     value = Mirrored.from_whole(jax.device_put(np.float32(5), meshes.replicated(mesh)))
     assert [float(copy) for copy in value.values] == [5.0, 5.0, 5.0]

@@ -152,6 +152,14 @@ def test_under_another_strategy(change, engine):
     assert [x.tolist() for x in ours.run(lambda: v + 1.0).values] == [[7, 7], [7, 7]]
 
 
+def test_an_on_read_variable_is_not_aggregated_under_another_strategy():
+    u = made(mirrored(2), "ON_READ", "SUM")
+    for read in (u.read_value, u.numpy, lambda: u + 1.0):
+        with mirrored(2).scope(), pytest.raises(ContextError, match="to which variable 'v' bel"):
+            read()
+    assert u.numpy().tolist() == [12, 12]
+
+
 @pytest.mark.parametrize("change", CHANGES, ids=["assign", "add", "scatter"])
 def test_inside_and_outside_of_its_scope(change, engine):
     strategy = mirrored(2)

@@ -57,6 +57,12 @@ def test_on_read_values_are_snapshots(aggregation):
     assert [float(x) for x in v.values] == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.bfloat16])
+def test_an_on_read_sum_has_the_dtype_of_the_variable(dtype):
+    v = variable(mirrored(), jnp.asarray(3, dtype), synchronization=ON_READ, aggregation=SUM)
+    assert (float(v.read_value()), v.read_value().dtype) == (6.0, dtype)
+
+
 @on_each
 def test_what_assign_returned_stays_usable(make):
     strategy = make()

@@ -178,8 +178,6 @@ class ReplicaThread:
             means = variable.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA
             if self._numerics is not None and means:
                 self._numerics.brought(f"what is assigned to variable {variable.name}", value)
-            if means and hasattr(value, "dtype"):
-                value = self._counted(value)
             self.ask(("assign", kind, id(variable)), shown, (variable, kind, value))
         return self._values.get(variable, self._replica)
 
@@ -256,8 +254,7 @@ class ReplicaThread:
 
         def reduce(inputs: list) -> list:
             shown_inputs = f"{shown} of {', '.join(map(form, inputs))}"
-            kind = ("all_reduce", op, options, treedef)
-            return self.ask(kind, shown_inputs, self._counted(inputs), timeout)
+            return self.ask(("all_reduce", op, options, treedef), shown_inputs, inputs, timeout)
 
         @jax.custom_vjp
         def meet(inputs: list) -> list:
@@ -304,14 +301,10 @@ class ReplicaThread:
         meet.defvjp(gather, gradient)
         return jax.tree.unflatten(treedef, meet(arrays))
 
-    def _counted(self, tree: Any) -> Any:
-        """Return what this replica brings to a sum: less any NaN, if it has no examples."""
-        return tree if self._weights is None else self._weights.applied(tree, mean=False)
-
     def _of_floats(self, kind: Any, shown: str, incoming: list, timeout: float | None) -> list:
         """All-reduce the gradients of floating arrays; integers have none."""
         floats = [i for i, x in enumerate(incoming) if x.dtype != jax.dtypes.float0]
-        answers = self.ask(kind, shown, self._counted([incoming[i] for i in floats]), timeout)
+        answers = self.ask(kind, shown, [incoming[i] for i in floats], timeout)
         gradients: list[Any] = [None] * len(incoming)
         for i, answer in zip(floats, answers, strict=True):
             gradients[i] = answer

@@ -163,14 +163,14 @@ def test_an_error_says_which_steps_stand(make_strategy, engine):
         dataset = strategy.experimental_distribute_dataset(data)
         with pytest.raises(NonFiniteError, match="no variable was changed") as caught:
             distrib.train_loop(step, iter(dataset), 4)
-        return " ".join(getattr(caught.value, "__notes__", []))
+        return " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
     one_program = engine == "compiled" and isinstance(strategy, distrib.MirroredStrategy)
     distrib.config.enable_check_numerics()
     try:
         notes = losses([1, 2], [3, 4], [5, np.nan])
         if one_program:
-            assert "step 3 of 3, which are one program" in notes
+            assert "Step 2 (from 0) of the 3 of a call" in notes
             assert "stand" not in notes
         else:
             assert "that were run before, and stand: 2" in notes

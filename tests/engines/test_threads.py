@@ -401,12 +401,12 @@ def test_an_interrupt_while_a_replica_runs():
 )
 @pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint])
 def test_a_collective_inside_of_a_transformation_is_refused(call, transform):
-    with pytest.raises(NestedTraceError, match="inside a JAX transformation"):
+    with pytest.raises(NestedTraceError, match="collectives of jax.lax.*run_functions_eagerly.False"):
         mirrored(2).run(lambda: transform(call)(jnp.ones((2, 3))))
 
 
 def test_collectives_of_jax_are_refused_with_the_way_out():
-    with pytest.raises(ContextError, match="unbound axis name: replica.*all_reduce, or run comp"):
+    with pytest.raises(ContextError, match="collectives of jax.lax.*run_functions_eagerly.False"):
         mirrored(2).run(lambda: jax.lax.psum(jnp.ones(2), distrib.REPLICA_AXIS))
 
 

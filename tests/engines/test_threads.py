@@ -401,7 +401,7 @@ def test_an_interrupt_while_a_replica_runs():
 )
 @pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint])
 def test_a_collective_inside_of_a_transformation_is_refused(call, transform):
-    with pytest.raises(NestedTraceError, match="collectives of jax.lax.*run_functions_eagerly.False"):
+    with pytest.raises(NestedTraceError, match="inside a JAX transformation"):
         mirrored(2).run(lambda: transform(call)(jnp.ones((2, 3))))
 
 

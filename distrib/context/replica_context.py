@@ -155,8 +155,15 @@ class ReplicaContext:
         return self._meeting.merge_call(merge_fn, tuple(args), dict(kwargs or {}))
 
     def _require_current(self, what: str) -> None:
-        if current_frame().replica is not self:
+        frame = current_frame()
+        if frame.replica is self:
+            return
+        if frame.replica is None and frame.program is not None:
             raise ContextError(
-                f"{what} was called on the context of a replica outside of its code, in a merge "
-                "function or after its step: call distrib.get_replica_context() where you use it."
+                f"{what} was called inside a merge function, where there is no replica. Use the "
+                "strategy that the merge function was given."
             )
+        raise ContextError(
+            f"{what} was called on the context of a replica outside of its code: call "
+            "distrib.get_replica_context() where you use it."
+        )

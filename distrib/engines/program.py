@@ -42,7 +42,6 @@ from distrib.engines.refusals import (
 )
 from distrib.engines.traced_combining import TracedCombining
 from distrib.engines.weights import ExampleWeights
-from distrib.errors import ContextError
 from distrib.platform.jax_compat import trace_token
 from distrib.reduce_op import ReduceOp
 from distrib.values import IndexedSlices, is_slices, map_apart
@@ -370,11 +369,6 @@ class Program:
         """Call ``merge_fn`` in cross-replica context, with per-replica values that are traced."""
         if trace_token() != self._token:
             raise merged_in_transformation()
-        if current_frame().replica is None:
-            raise ContextError(
-                "merge_call was called inside a merge function, where there is no replica. Use the "
-                "strategy that the merge function was given."
-            )
         if self._size > 1:
             args, kwargs = as_per_replica((args, kwargs))
         with entered(Frame(self._strategy, None, self)):

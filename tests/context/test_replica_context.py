@@ -140,7 +140,7 @@ def test_it_is_of_the_code_of_its_replica(make_strategy, engine):
         kept.append(replica)
         return replica.merge_call(lambda _: replica.all_reduce("SUM", jnp.float32(1)))
 
-    with pytest.raises(ContextError, match="all_reduce was called on the context of a replica out"):
+    with pytest.raises(ContextError, match="all_reduce was called inside a merge function"):
         strategy.run(step)
     for use in (
         lambda: kept[0].all_reduce("SUM", jnp.float32(1)),

@@ -242,7 +242,7 @@ def test_where_no_compiled_step_can_create_one():
     uneven = distrib.PerReplica([jnp.ones(2), jnp.ones(1)])
     with pytest.raises(ContextError, match="'late' was created .* batches of unequal sizes"):
         strategy.run(lambda x: distrib.Variable(0.0, name="late") + x, args=(uneven,))
-    with pytest.raises(ContextError, match="looked at before it was run"):
+    with pytest.raises(ContextError, match="looked at before it was run for the first time"):
         strategy.extended.compiled_text(lambda: distrib.Variable(0.0, name="late").value())
     foreign = distrib.Variable(1.0, name="foreign")
     with pytest.raises(ContextError, match="'late' .* use 'foreign' of another strategy"):

@@ -170,7 +170,7 @@ def test_many_steps(repo_root, tmp_path):
     )
     assert ratios_of(output) == 1
     assert [result["name"] for result in json.loads(path.read_text())] == [
-        "4 steps, batch 32, 2 CPU devices",
+        "4 times 4 steps, batch 32, 2 CPU devices",
     ]
 
 

@@ -142,6 +142,7 @@ def train_loop(step: Callable[..., Any], iterator: DistributedIterator, steps: i
       ContextError: inside of a :func:`distrib.function` or a step.
       OutOfRangeError: if the iterator is at its end.
       OutputError: if the steps return arrays of different shapes.
+      Exception: what the input raises, before any step; the batches drawn by then are spent.
       TypeError: if ``iterator`` is not the iterator of a distributed dataset.
       ValueError: if ``steps`` is not a positive int.
 

@@ -126,7 +126,7 @@ class EagerCombining:
         zeros = [jnp.zeros_like(x) for x in sums]
         totals, left = zeros, sums
         if due:
-            kind = ("all_reduce", ReduceOp.SUM, "accumulated", *map(id, variables))
+            kind = ("all_reduce", ReduceOp.SUM, None, "accumulated", *map(id, variables))
             totals, left = self._thread.ask(kind, "the sum of accumulated gradients", sums), zeros
         for variable, x in zip(variables, left, strict=True):
             self._thread.set_own(variable, x)

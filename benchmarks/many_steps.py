@@ -77,7 +77,8 @@ def steps_time(args: argparse.Namespace) -> Comparison:
 
     in_one_program(), one_by_one()
     compared = alternate(
-        f"{CALLS} times {steps} steps, batch {batch}, {count} {args.kind} device{'s' if count > 1 else ''}",
+        f"{CALLS} times {steps} steps, batch {batch}, {count} {args.kind} device"
+        + ("s" if count > 1 else ""),
         timed(in_one_program, wait_for),
         timed(one_by_one, wait_for),
         rounds=2 if args.quick else 60,

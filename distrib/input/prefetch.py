@@ -21,6 +21,9 @@ T = TypeVar("T")
 
 SLICE_SECONDS = 0.5
 """A consumer that waits looks this often whether the thread is still alive."""
+FILL_SECONDS = 0.05
+"""``take`` leaves the thread alone for so long at most, looking every ``FILL_SLICE_SECONDS``."""
+FILL_SLICE_SECONDS = 0.0002
 SLOW_AFTER_SECONDS = 60.0
 """After waiting this long, one line is logged."""
 CLOSE_SECONDS = 1.0
@@ -125,6 +128,8 @@ class Prefetcher(Generic[T]):
           count: how many, 1 or more.
         """
         with self._line.widened(count):
+            if self._thread is not None:
+                self._line.let_fill(count, self._thread)
             return list(itertools.islice(self, count))
 
     @property
@@ -231,6 +236,17 @@ class _Line:
             yield
         finally:
             self._depth -= count
+
+    def let_fill(self, count: int, thread: threading.Thread) -> None:
+        """Sleep until ``count`` items are there, the end is, or ``FILL_SECONDS`` are over.
+
+        Small items are made faster than a thread that waits for each is woken up.
+        """
+        end = time.monotonic() + FILL_SECONDS
+        while self.items.qsize() < count and not self.stopped and thread.is_alive():
+            if time.monotonic() > end:
+                return
+            time.sleep(FILL_SLICE_SECONDS)
 
     def stop(self) -> None:
         """Ask the thread to end, and wake whoever waits on either side."""

@@ -66,7 +66,7 @@ class Changeable(ArrayOperators):
         raise TypeError(f"{type(self).__name__} cannot be changed")
 
     @ends_with_users_line
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: Any, *, read_value: bool = True) -> Any:
         """Replace the value.
 
         In a replica, an ``ON_WRITE`` variable combines the replicas' values by ``aggregation``
@@ -75,9 +75,11 @@ class Changeable(ArrayOperators):
         Args:
           value: an array of :attr:`shape`, or a number for a scalar. Outside of a replica also a
             distributed value, whose components go to the copies.
+          read_value: whether to return the new value.
 
         Returns:
-          The new value: an array in a replica, a distributed value outside.
+          The new value: an array in a replica, a distributed value outside; None if ``read_value``
+          is False.
 
         Raises:
           VariableError: if shape or dtype do not fit: a number of another kind, a floating one for
@@ -85,17 +87,20 @@ class Changeable(ArrayOperators):
           ContextError: inside the step of another strategy.
           NestedTraceError: inside of a JAX transformation.
         """
-        return self.change("assign", value)
+        new = self.change("assign", value)
+        return new if read_value else None
 
     @ends_with_users_line
-    def assign_add(self, value: Any) -> Any:
+    def assign_add(self, value: Any, *, read_value: bool = True) -> Any:
         """Add ``value``; as :meth:`assign` otherwise."""
-        return self._added("add", value)
+        new = self._added("add", value)
+        return new if read_value else None
 
     @ends_with_users_line
-    def assign_sub(self, value: Any) -> Any:
+    def assign_sub(self, value: Any, *, read_value: bool = True) -> Any:
         """Subtract ``value``; as :meth:`assign` otherwise."""
-        return self._added("sub", value)
+        new = self._added("sub", value)
+        return new if read_value else None
 
     def _added(self, kind: str, value: Any) -> Any:
         self._check_numbers(kind)

@@ -243,3 +243,20 @@ def test_repr():
     seen = []
     v.distribute_strategy.run(lambda: seen.append(repr(v)))
     assert seen == ["<distrib.Variable 'w' shape=() dtype=float32 (inside a step)>"]
+
+
+def test_the_new_value_need_not_be_read(engine):
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = distrib.Variable(1.0, aggregation=distrib.VariableAggregation.MEAN)
+
+    def step():
+        return [change(jnp.float32(2), read_value=False) for change in (v.assign, v.assign_add)] + [
+            v.assign_sub(jnp.float32(1), read_value=True)
+        ]
+
+    first, second, third = strategy.run(step)
+    assert (first, second) == (None, None)
+    assert [float(x) for x in third.values] == [3, 3]
+    assert v.assign(5.0, read_value=False) is None
+    assert float(v) == 5

@@ -17,7 +17,7 @@ from distrib.engines.calls import check_components, check_outside_trace, unjitte
 from distrib.engines.creation import created_again, created_too_late, kept_if_finished
 from distrib.engines.explanation import Explanation, explained, taken
 from distrib.engines.function import python_function
-from distrib.engines.lift import Call, lift
+from distrib.engines.lift import Call, Lifted, lift
 from distrib.engines.many_steps import (
     Stretch,
     after_steps,
@@ -257,15 +257,14 @@ class SpmdEngine:
         stretch: Stretch | None,
     ) -> tuple[Step | Uncompiled, Sequence[Any]]:
         size = self._mesh.devices.size
-        arrays, keys = arguments.arrays, arguments.array_keys
-        check_components(arrays, size)
-        varying = tuple(kind is not Kind.EVERYWHERE for kind, _ in keys)
+        check_components(arguments.arrays, size)
+        varying = tuple(kind is not Kind.EVERYWHERE for kind, _ in arguments.array_keys)
 
         def lifted(
             forms: Sequence[jax.ShapeDtypeStruct],
             weights: Any = None,
             axis_size: int | None = None,
-        ) -> Any:
+        ) -> Lifted:
             return lift(
                 self._strategy,
                 Call(fn, arguments.rebuild, tuple(forms), varying, arguments.nnx, in_replica),
@@ -278,34 +277,60 @@ class SpmdEngine:
                 check_numerics=check_numerics,
             )
 
-        xla_options = options.experimental_xla_options
         if arguments.are_uneven:
-            if not options.experimental_enable_dynamic_batch_size:
-                raise unequal_shapes(arrays)
-            try:
-                return uneven.make_step(
-                    lifted, arrays, keys, self._mesh, self._placement, xla_options
-                )
-            except UnevenReplicasError as refusal:
-                return Uncompiled(refusal, fn), []
-        forms = [traced_form(x, key) for x, (_, key) in zip(arrays, keys, strict=True)]
+            return self._make_uneven(lifted, fn, arguments, options)
+        return self._make_even(lifted, arguments, options, stretch)
+
+    def _make_uneven(
+        self,
+        lifted: Callable[..., Lifted],
+        fn: Callable[..., Any],
+        arguments: Arguments,
+        options: RunOptions,
+    ) -> tuple[Step | Uncompiled, Sequence[Any]]:
+        if not options.experimental_enable_dynamic_batch_size:
+            raise unequal_shapes(arguments.arrays)
+        try:
+            return uneven.make_step(
+                lifted,
+                arguments.arrays,
+                arguments.array_keys,
+                self._mesh,
+                self._placement,
+                options.experimental_xla_options,
+            )
+        except UnevenReplicasError as refusal:
+            return Uncompiled(refusal, fn), []
+
+    def _make_even(
+        self,
+        lifted: Callable[..., Lifted],
+        arguments: Arguments,
+        options: RunOptions,
+        stretch: Stretch | None,
+    ) -> tuple[Step, Sequence[Any]]:
+        size = self._mesh.devices.size
         entering = [
-            entering_leaf(leaf, kind, key, form, self._mesh)
-            for leaf, (kind, key), form in zip(arrays, keys, forms, strict=True)
+            entering_leaf(leaf, kind, key, traced_form(leaf, key), self._mesh)
+            for leaf, (kind, key) in zip(arguments.arrays, arguments.array_keys, strict=True)
         ]
-        step = lifted(forms)
+        step = lifted(
+            [
+                traced_form(leaf, key)
+                for leaf, (_, key) in zip(arguments.arrays, arguments.array_keys, strict=True)
+            ]
+        )
         body = even_body(step, entering, size)
-        if stretch is not None and stretch.count > 1:
-            with kept_if_finished(step.created):
+        with kept_if_finished(step.created):
+            if stretch is not None and stretch.count > 1:
                 if step.created:
                     raise created_too_late(
                         step.created[0].name,
                         "by the first of several steps in one call. Run one step alone first",
                     )
-            on_cpu = self._mesh.devices.flat[0].platform == "cpu"
-            body = scanned(body, step, stretch, size, on_cpu=on_cpu)
-            entering = stretch.arranged(entering)
-        with kept_if_finished(step.created):
+                on_cpu = self._mesh.devices.flat[0].platform == "cpu"
+                body = scanned(body, step, stretch, size, on_cpu=on_cpu)
+                entering = stretch.arranged(entering)
             made = Step(
                 step,
                 entering,
@@ -315,6 +340,6 @@ class SpmdEngine:
                 even_finish(step, size),
                 out_specs=even_out_specs(step),
                 output_shapes=[form.shape for form in step.jaxpr.out_avals[: step.num_outputs]],
-                xla_options=xla_options,
+                xla_options=options.experimental_xla_options,
             )
         return made, step.touched

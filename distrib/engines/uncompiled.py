@@ -36,7 +36,8 @@ class Uncompiled:
     created = ()
 
     def __init__(self, refusal: UnevenReplicasError, fn: Callable[..., Any]):
-        self.refusal = refusal
+        # Not the error itself, whose traceback would hold the arguments of the call.
+        self._why = str(refusal)
         self.watches: list[Any] = []
         self.captures: list[Any] = []
         logging.warning(
@@ -45,6 +46,11 @@ class Uncompiled:
             getattr(fn, "__qualname__", fn),
             refusal,
         )
+
+    @property
+    def refusal(self) -> UnevenReplicasError:
+        """The error that says why there is no program."""
+        return UnevenReplicasError(self._why)
 
     def run(
         self,

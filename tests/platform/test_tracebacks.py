@@ -172,7 +172,7 @@ def test_errors_outside_of_steps_end_with_the_call():
     calls = [
         lambda: strategy.run(len, args=3),
         lambda: strategy.reduce("SUM", 3.0, axis=None),
-        lambda: strategy.gather(3.0, axis=2),
+        lambda: strategy.gather(distrib.PerReplica([jnp.ones(2), jnp.ones(2)]), axis=2),
         lambda: v.assign(1.0),
         lambda: v.assign_add(jnp.ones(4)),
         lambda: v.assign_sub(jnp.ones(4)),

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from distrib.engines.numerics import Numerics
 from distrib.engines.weights import ExampleWeights, part_of_sum
 from distrib.reduce_op import ReduceOp
+from distrib.values import IndexedSlices
 from distrib.variables import Variable
+
+
+class OwnCopies(Protocol):
+    """What a combination needs of variables and rows."""
+
+    def own_value(self, variable: Variable) -> jax.Array:
+        """Return what this replica's copy of ``variable`` holds now."""
+        ...
+
+    def set_own(self, variable: Variable, value: jax.Array) -> None:
+        """Change this replica's copy of ``variable`` alone."""
+        ...
+
+    def add_rows(self, op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
+        """Reduce rows over the replicas."""
+        ...
 
 
 class Contribution:

@@ -8,31 +8,19 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from distrib.engines.contribution import Contribution
+from distrib.engines.contribution import Contribution, OwnCopies
 from distrib.engines.numerics import Numerics
 from distrib.engines.weights import ExampleWeights
 from distrib.reduce_op import ReduceOp
-from distrib.values import IndexedSlices, map_apart
+from distrib.values import map_apart
 from distrib.variables import Variable
 
 
-class Asking(Protocol):
-    """What the thread of a replica has of variables, rows and the other replicas."""
+class Asking(OwnCopies, Protocol):
+    """What the thread of a replica has: the other replicas too."""
 
     def ask(self, kind: Any, shown: str, payload: Any) -> Any:
         """Meet the other replicas."""
-        ...
-
-    def own_value(self, variable: Variable) -> jax.Array:
-        """Return what this replica's copy of ``variable`` holds now."""
-        ...
-
-    def set_own(self, variable: Variable, value: jax.Array) -> None:
-        """Change this replica's copy of ``variable`` alone."""
-        ...
-
-    def add_rows(self, op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
-        """Reduce rows over the replicas."""
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,29 +17,13 @@ from distrib.collectives import (
     reduce_scatter,
     scattering_ops,
 )
-from distrib.engines.contribution import Contribution
+from distrib.engines.contribution import Contribution, OwnCopies
 from distrib.engines.numerics import Numerics
 from distrib.engines.weights import ExampleWeights, part_of_sum
 from distrib.platform import shards_of
 from distrib.reduce_op import ReduceOp
-from distrib.values import IndexedSlices, map_apart
+from distrib.values import map_apart
 from distrib.variables import Variable
-
-
-class OwnCopies(Protocol):
-    """What a program has of variables and rows."""
-
-    def own_value(self, variable: Variable) -> jax.Array:
-        """Return what this replica's copy of ``variable`` holds now."""
-        ...
-
-    def set_own(self, variable: Variable, value: jax.Array) -> None:
-        """Change this replica's copy of ``variable`` alone."""
-        ...
-
-    def add_rows(self, op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
-        """Reduce rows over the replicas."""
-        ...
 
 
 class TracedCombining:

@@ -14,8 +14,7 @@ from distrib.platform.jax_compat import uncommitted
 from distrib.platform.mesh import replicated
 from distrib.platform.shards import Shards
 from distrib.values import DistributedValues, Mirrored, local_shards
-from distrib.variables.change import combined_at_once
-from distrib.variables.storage import Cell, cells_held, changes_held, own_copy
+from distrib.variables.storage import Cell, cells_held, own_copy
 
 
 class ShardedStorage:
@@ -69,10 +68,7 @@ class ShardedStorage:
     def assign(self, value: Any, combine: str) -> Mirrored:
         """Assign; of a per-replica value the first component."""
         placed = self._placed(value)
-        with changes_held(), cells_held():
-            if combine != "assign":
-                placed = combined_at_once(combine, self.cell.array, placed)
-            self.cell.put(placed)
+        self.cell.change(combine, placed)
         return Mirrored.from_whole(self._gathered())
 
 

@@ -108,6 +108,13 @@ class Cell:
             self.array = array
             self.lent = False
 
+    def change(self, combine: str, value: Any) -> None:
+        """Assign, add or subtract a value that lies as the array does."""
+        with changes_held(), cells_held():
+            if combine != "assign":
+                value = combined_at_once(combine, self.array, value)
+            self.put(value)
+
 
 class LentCells:
     """The cells that a step writes, watched for arrays that the user holds."""
@@ -216,10 +223,7 @@ class MirroredStorage:
     def assign(self, value: Any, combine: str) -> Mirrored:
         """Assign to every copy; a per-replica value gives each copy its own component."""
         placed = self._placed(value)
-        with changes_held(), cells_held():
-            if combine != "assign":
-                placed = combined_at_once(combine, self.cell.array, placed)
-            self.cell.put(placed)
+        self.cell.change(combine, placed)
         return Mirrored.from_whole(self.cell.lend())
 
     def _placed(self, value: Any) -> Any:
@@ -310,10 +314,7 @@ class OnReadStorage:
             rows = self._spread(_share(jnp.asarray(value), self._size))
         else:
             rows = self._spread(jnp.asarray(value))
-        with changes_held(), cells_held():
-            if combine != "assign":
-                rows = combined_at_once(combine, self.cell.array, rows)
-            self.cell.put(rows)
+        self.cell.change(combine, rows)
         return PerReplica.stacked(self.cell.lend())
 
 
@@ -374,10 +375,7 @@ class PlacedStorage:
     def assign(self, value: Any, combine: str) -> jax.Array:
         """Assign, add or subtract."""
         placed = self._placed(value)
-        with changes_held(), cells_held():
-            if combine != "assign":
-                placed = combined_at_once(combine, self.cell.array, placed)
-            self.cell.put(placed)
+        self.cell.change(combine, placed)
         return self.read()
 
 
